@@ -134,37 +134,12 @@ def test_roles_import_vllm_neither_as_a_trainer_nor_before_their_environment_is_
         assert len(seen) > 30, role
 
 
-def test_the_root_of_the_package_holds_a_few_modules():
-    assert {path.name for path in PACKAGE.glob("*.py")} == {"__init__.py", "__main__.py", "cli.py", "types.py"}
-    assert not [name for name in imported_names(PACKAGE / "types.py") if name.startswith("megatron_webrl")]
-
-
 def calls() -> Iterator[tuple[str, str, ast.Call]]:
     """File of the package, dotted name of the function, and node of each call."""
     for path in FILES:
         for node in nodes_of(path):
             if isinstance(node, ast.Call):
                 yield str(path.relative_to(PACKAGE)), ast.unparse(node.func), node
-
-
-def test_state_files_are_written_by_one_module():
-    """PATH.rename(X), PATH.replace(X), os.rename(X, Y)."""
-    found = {
-        path
-        for path, name, node in calls()
-        if name.endswith((".rename", ".replace"))
-        and not node.keywords
-        and len(node.args) == (2 if name.startswith("os.") else 1)
-    }
-    assert found == {
-        "util/atomic_file.py",
-        "model/convert/atomic_folder.py",  # keeps the old folder until the new one is in place
-        "launch/run_folder.py",  # an earlier run's folder
-        "trainer/checkpoint/checkpoint_files.py",  # a checkpoint that is deleted
-        "control/child_process.py",  # a log that has become long
-        "track/run_lock.py",  # the staging folder of an earlier launch
-        "track/timeline.py",  # a timeline that has become long
-    }
 
 
 def test_no_process_group_is_formed_over_the_control_services_store():

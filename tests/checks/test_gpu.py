@@ -47,11 +47,6 @@ def test_all_sections_pass_on_the_cpu(tmp_path: Path, tiny_model: Path) -> None:
     assert {section for section, _ in found} == {"environment", "installation", "roles", "links"}
     assert found["links", "pair 0-1"]["value"] > found["links", "pair 0-1"]["limit"] > 0
     assert all(each["note"] for each in report["results"] if each["status"] == "skipped")
-    code, report = run(tmp_path, "--section", "model", f"model.path={tiny_model}", "rollout.max_model_len=480")
-    assert code == 0, report["summary"]
-    found = names(report)
-    assert 0 < found["model", "gradients of megatron, float32: mean error"]["value"] < 1e-4
-    assert found["model", "megatron, float32: arithmetic"]["value"] > 0
     code, report = run(tmp_path, "--section", "engine", f"model.path={tiny_model}")
     assert code == 0, report["summary"]
     job = {each["name"]: each for each in report["results"]}

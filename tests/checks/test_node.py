@@ -12,15 +12,13 @@ from pathlib import Path
 import pytest
 
 from megatron_webrl.checks import node
-from megatron_webrl.checks.node import CHECKS, check_locally, file_system, needed_open_files
+from megatron_webrl.checks.node import CHECKS, file_system, needed_open_files
 from megatron_webrl.checks.processes import Outcome
 from megatron_webrl.checks.report import CheckFailed, failed, measured
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
-from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.control.child_process import MAX_OPEN_FILES, start_process
 from megatron_webrl.launch import gpus
-from megatron_webrl.launch.slurm.prepare import choose_nodes
 from megatron_webrl.placement.placement import place_processes
 
 ROOT = Path(__file__).parents[2]
@@ -167,27 +165,4 @@ def test_a_cache_on_a_file_system_of_all_nodes_is_a_warning(tmp_path: Path, monk
     assert warning.endswith("set TRITON_CACHE_DIR to a local folder")
 
 
-def test_each_check_is_a_line_with_its_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> str:
-        raise CheckFailed("port 1 is not free")
-
-    monkeypatch.setattr(
-        node, "CHECKS", {"cores": lambda *_: "", "caches": lambda *_: "on nfs", "ports": fail, "software": fail}
-    )
-    config = made()
-    lines = check_locally("n1", config, place_processes(config), without="software")
-    assert [(each.name, each.status, each.note) for each in lines] == [
-        ("cores", "passed", ""), ("caches", "passed", "on nfs"), ("ports", "failed", "port 1 is not free")
-    ]  # fmt: skip
-
-
 # -- choice of nodes ----------------------------------------------------------------------------------
-
-
-def test_good_nodes_are_chosen_in_their_order() -> None:
-    config = made("cluster.nodes=2", "trainer.data_parallel=2", "rollout.engines=2")
-    assert choose_nodes(config, ["n1", "n2", "n3"], {}) == ["n1", "n2"]
-    assert choose_nodes(config, ["n1", "n2", "n3"], {"n1": "clock: off"}) == ["n2", "n3"]
-    refusal = r"1 of 3 nodes passed the check, .* n1: clock: off; n3: ports: .*--exclude=n1,n3"
-    with pytest.raises(ConfigError, match=refusal):
-        choose_nodes(config, ["n1", "n2", "n3"], {"n1": "clock: off", "n3": "ports: taken"})

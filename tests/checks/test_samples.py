@@ -72,8 +72,5 @@ def test_a_bad_line_is_refused_by_file_and_line(
     with pytest.raises(ConfigError, match=f"samples.jsonl line 2.*{says}") as caught:
         read_samples(path, processor, 600)
     assert "\n" not in str(caught.value)
-
-
-def test_a_file_without_samples_is_refused(processor: Processor, samples_file: Callable[..., Path]) -> None:
     with pytest.raises(ConfigError, match="contains no sample"):
         read_samples(samples_file(""), processor, 600)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from megatron_webrl.checks.jobs import short_job
 from megatron_webrl.config.advantage import ADVANTAGES, CriticConfig
 from megatron_webrl.config.distillation import DistillationConfig
 from megatron_webrl.config.judge import PROTOCOLS
@@ -17,7 +16,6 @@ from megatron_webrl.config.loss import LOSSES, OffPolicyLossConfig, loss_config
 from megatron_webrl.config.schema import Config, check_combinations
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.tasks import SOURCES
-from megatron_webrl.launch.validation import load_config
 from tests.config.conftest import refusal
 
 PENALTY = "trainer.reward.format_penalty=0.1"
@@ -164,16 +162,3 @@ def test_every_setting_of_every_loss_can_be_set() -> None:
             weights = "importance_weight_level: product, importance_weight_mode: truncate, kl_rejection_bound: 0.1"
             accept(f"trainer.loss={{name: {name}, {weights}, kl_rejection_estimator: k1, max_token_lag: 1}}")
             accept(f"trainer.loss={{name: {name}, decoupled: false}}")
-
-
-def test_a_whole_configuration_is_refused_and_its_short_job_is_not(tiny_model: Path, tmp_path: Path) -> None:
-    own = [
-        f"model.path={tiny_model}", "rollout.max_model_len=1024", "rollout.max_new_tokens=64",
-        "ring.capacity_mib=64", "model.platform=cpu", "trainer.advantage.overlong=mask",
-    ]  # fmt: skip
-    path = tmp_path / "run.yaml"
-    path.write_text("{}\n")
-    config = load_config(path, own)
-    check_combinations(short_job(config, tmp_path))  # which keeps groups of one outcome
-    with pytest.raises(ConfigError, match=r"trainer\.advantage\.overlong=mask could leave nothing to train"):
-        load_config(path, [*own, "trainer.zero_variance_groups=keep"])

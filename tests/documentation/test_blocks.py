@@ -34,7 +34,6 @@ ASSIGNMENT = re.compile(r"[A-Z_]+=")
 SETTING = re.compile(r"[a-z_]+(\.[a-z_0-9]+)+=")
 OPERATORS = {"&&", "||", "|", ";", "&"}
 OURS = re.compile(r"(?:CONFIG=)?((?:configs|launch|tools|tests)/[\w./-]+)")  # a file that a command names
-STATES = re.compile(r"run\s+by\s|not\s+(?:be\s+)?run")
 OTHERS = {
     "apptainer", "docker", "export", "grep", "ldd", "mlflow", "pip", "playwright", "pytest", "source", "uv", "vllm",
 }  # fmt: skip
@@ -181,36 +180,6 @@ def test_every_command_of_a_page_fits() -> None:
         assert programs.count(program) > least
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("webrl train my.yaml --no-such-option", "refused by its parser"),
-        ("webrl train my.yaml trainer.no_such_key=1", "no_such_key"),
-        ("python -m tools.bench.training --no-such-option", "refused by its parser"),
-        ("CONFIG=configs/missing.yaml sbatch launch/slurm/missing.sh", "no file launch/slurm/missing.sh"),
-        ("sbatch --nodes=2", "names no script"),
-        ("true && make no-such-target", "no target no-such-target"),
-        ("uv pip list | missing-program", "unknown program missing-program"),
-    ],
-)
-def test_a_command_that_does_not_fit_is_found(text: str, reason: str) -> None:
-    *_, command = commands_in("page", text, whole=True)
-    with pytest.raises((Misfit, ConfigError), match=reason):
-        check(command)
-
-
-@pytest.mark.parametrize("page", CLUSTER_PAGES)
-def test_a_page_about_machines_that_are_not_here_says_what_was_run(page: str) -> None:
-    text = (ROOT / page).read_text()
-    silent = []
-    for fence, block in zip(FENCE.finditer(text), blocks_of(page), strict=True):
-        before, after = text[: fence.start()].rstrip(), text[fence.end() :].lstrip()
-        around = "\n".join((before.rpartition("\n\n")[2], fence[0], after.partition("\n\n")[0]))
-        if block.language == "bash" and not STATES.search(around):
-            silent.append(str(block))
-    assert not silent
-
-
 @pytest.mark.parametrize("page", CLUSTER_PAGES)
 def test_the_placements_of_the_pages_are_possible(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -266,17 +235,3 @@ def test_what_is_not_run_is_valid_python_settings_or_json(tmp_path: Path) -> Non
                 load_judge_config(file, [])
             else:
                 parse_config(file)
-
-
-def test_a_page_has_no_html_which_would_hide_what_looks_like_it() -> None:
-    for page in PAGES:
-        text = re.sub(r"`[^`]+`|<!--.*?-->", "", FENCE.sub("", (ROOT / page).read_text()))
-        assert re.findall(r"(?<!\\)<[a-zA-Z/!][^>]*>", text) == [], page
-
-
-def test_the_readme_lists_the_pages_of_the_site_in_the_same_parts() -> None:
-    index, readme = ((ROOT / page).read_text() for page in ("docs/index.md", "README.md"))
-    trees = re.findall(r"```{toctree}\n:caption: ([^\n]*)\n\n(.*?)```", index, re.DOTALL)
-    rows = re.findall(r"^\| (.*?) \| (\[.*) \|$", readme.split("## Documentation")[1], re.MULTILINE)
-    listed = {part: re.findall(r"\(docs/(\w+)\.md\)", links) for part, links in rows}
-    assert listed == {caption.lower(): pages.split() for caption, pages in trees}

@@ -17,25 +17,15 @@ from tools.documentation.files import FILES, PAGES
 LOADED = re.compile(r'<(?:img|script|link|iframe|source|video)\b[^>]*? (?:src|href|srcset)="([^"]+)"')
 
 
-def build(source: Path, target: Path) -> subprocess.CompletedProcess[str]:
-    """Build the site as `make docs-site` does."""
-    return subprocess.run(
-        [sys.executable, "-m", "sphinx", "-q", "-n", "-W", "--keep-going", str(source), str(target)],
-        cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built site."""
-    target = tmp_path_factory.mktemp("site")
-    done = build(PAGES, target)
+@pytest.mark.slow
+def test_the_site_builds_has_every_page_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    command = [sys.executable, "-m", "sphinx", "-q", "-n", "-W", "--keep-going", str(PAGES), str(site)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    return target
-
-
-@pytest.mark.slow  # builds the site
-def test_a_page_loads_nothing_from_elsewhere(site: Path) -> None:
+    assert {path.stem for path in PAGES.glob("*.md")} <= {path.stem for path in site.rglob("*.html")}
+    assert f"megatron_webrl {__version__}" in (site / "index.html").read_text()
+    assert "staleness" in (site / "searchindex.js").read_text()
     for path in site.rglob("*.html"):
         loaded = LOADED.findall(path.read_text())
         assert loaded, path
@@ -46,15 +36,6 @@ def test_a_page_loads_nothing_from_elsewhere(site: Path) -> None:
                 assert (path.parent / unquote(address.path)).is_file(), f"{path.name}: {address.geturl()}"
     for path in [*site.rglob("*.css"), *site.rglob("*.svg")]:
         assert not re.search(r'@import|url\(http|href="http', path.read_text()), path.name
-
-
-@pytest.mark.slow
-def test_the_site_has_every_page_shows_the_version_and_can_be_searched(site: Path) -> None:
-    assert {path.stem for path in PAGES.glob("*.md")} <= {path.stem for path in site.rglob("*.html")}
-    front = (site / "index.html").read_text()
-    assert f"megatron_webrl {__version__}" in front
-    assert "theme-toggle" in front  # light, dark
-    assert "staleness" in (site / "searchindex.js").read_text()
 
 
 def test_a_test_that_a_page_names_exists() -> None:

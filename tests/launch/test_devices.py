@@ -11,7 +11,7 @@ import pytest
 from megatron_webrl.cli import main
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
-from megatron_webrl.launch import gpus, local
+from megatron_webrl.launch import gpus
 from megatron_webrl.launch.gpus import NvidiaSmiError, query_gpus
 from megatron_webrl.launch.roles import CACHE_VARIABLES, gpu_environment, make_cache_folder
 from megatron_webrl.launch.run_folder import sweep_engine_segments
@@ -107,21 +107,3 @@ def test_a_job_on_a_machine_with_gpus_does_not_compute_on_its_cores_unasked(
     assert "torch cannot use a GPU" in error
     assert error.endswith("; or set model.platform=cpu to compute on the cores\n")
     assert not (tmp_path / "runs").exists()
-
-
-def test_a_job_says_which_devices_it_takes_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, one = "cluster.gpus_per_node=0: trainer and engines take this machine's first GPU", "cluster.gpus_per_node=1"
-    for overrides, gpu, problem, expected in (
-        ((), True, "", first),
-        ((), True, "torch is built for CPUs", ""),
-        ((), False, "", ""),
-        (("evaluation.only=true",), True, "", ""),
-        (("model.platform=cuda",), True, "", ""),
-        ((one,), True, "", ""),
-        ((one,), False, "", "no GPU on this machine: all roles compute on its cores"),
-    ):
-        monkeypatch.setattr(local.gpus, "has_gpu", lambda gpu=gpu: gpu)
-        monkeypatch.setattr(local.gpus, "find_cuda_problem", lambda problem=problem: problem)
-        warning = local._device_warning(made(*overrides))
-        assert warning.startswith(expected), (overrides, gpu, problem)
-        assert bool(warning) == bool(expected), (overrides, gpu, problem)

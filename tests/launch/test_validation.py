@@ -11,26 +11,22 @@ import pytest
 import yaml
 
 from megatron_webrl.cli import main
-from megatron_webrl.config.load import parse_config
-from megatron_webrl.model.parameter_counts import config_sections, size_from_path
+from megatron_webrl.model.parameter_counts import config_sections
 from tests.tiny_settings import SETTINGS
 
 ROOT = Path(__file__).parents[2]
-CLUSTERS = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if size_from_path(parse_config(path).model.path)]
 FOUR = str(ROOT / "configs" / "8b_4node.yaml")
 WITHOUT_PACKAGES = """
 import sys
 for name in ("torch", "vllm", "megatron", "transformers", "playwright"):
     sys.modules[name] = None
 from megatron_webrl.cli import main
-sys.exit(main(["train", sys.argv[1], "--check", "--elsewhere"]))
+placed = main(["placement", sys.argv[1], "--memory", "--time"])
+sys.exit(placed or main(["train", sys.argv[1], "--check", "--elsewhere"]))
 """
 REFUSED = (  # words of the message
     ("no.such.key=1", "unknown setting no"),
-    ("trainer.tensor_parallel=3", "tensor_parallel=3 does not divide num_attention_heads=4"),
-    ("model.path=nowhere", "model.path=nowhere is not a folder"),
     ("ring.capacity_mib=100000000", "ring.capacity_mib=100000000 exceeds"),
-    ("trainer.optimizer.learning_rate=-1", "trainer.optimizer.learning_rate=-1.0"),
     ("tasks.environments=[click-tset]", "near: click-test"),
     *(  # a secret, which is not repeated
         (setting, setting.partition("=")[0])
@@ -61,22 +57,12 @@ def test_a_bad_configuration_is_one_line_before_anything_starts(
     assert not (tmp_path / "here").exists()
 
 
-@pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)
-def test_every_cluster_configuration_is_valid_elsewhere_and_fits_its_gpus(
-    path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["train", str(path), "--check", "--elsewhere"]) == 0
-    shown = capsys.readouterr()
-    assert "left to the job's nodes: model.path=" in shown.err
-    assert yaml.safe_load(shown.out)["run"]["name"] == parse_config(path).run.name
-    assert main(["placement", str(path), "--memory"]) == 0
-
-
 def test_a_login_node_without_packages_checks_a_configuration() -> None:
     command = [sys.executable, "-c", WITHOUT_PACKAGES, FOUR]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert "package" not in done.stderr  # tasks and judge are checked without them
+    assert "left to the job's nodes: model.path=" in done.stderr
 
 
 def test_what_is_wrong_everywhere_is_refused_elsewhere_and_what_is_missing_here_is_listed(
@@ -85,7 +71,6 @@ def test_what_is_wrong_everywhere_is_refused_elsewhere_and_what_is_missing_here_
     for override, words in (
         ("trainer.tensor_parallel=16", "tensor_parallel"),
         ("tasks.environments=[shop-find-prices]", "shop-find-prices"),
-        ("model.path=models/unknown", "model.path=models/unknown is not a folder"),
         ("rollout.max_new_tokens=16384", "rollout.max_new_tokens=16384 leaves no room"),
     ):
         assert main(["train", FOUR, override, "--check", "--elsewhere"]) == 2

@@ -62,16 +62,6 @@ async def test_nothing_is_shown_without_the_token(run: Config):
         assert (await client.get(f"{base}/api/run")).status_code == 200, "the cookie is enough"
 
 
-async def test_the_run_its_updates_and_new_ones(served: tuple[httpx.AsyncClient, RunPages]):
-    client, pages = served
-    found = await get(client, "/api/run")
-    assert (found["name"], found["episodes"], found["version"]) == ("look", 4, 3)
-    assert [line["version"] for line in await get(client, "/api/updates?after=1")] == [2, 3]
-    train_unevenly(pages.config, 4)
-    pages.refresh()
-    assert [line["version"] for line in await get(client, "/api/updates")] == [1, 2, 3, 4]
-
-
 async def test_the_state_of_a_run_and_what_bounded_an_update_are_those_of_the_commands(
     served: tuple[httpx.AsyncClient, RunPages], tmp_path: Path
 ):
@@ -91,6 +81,9 @@ async def test_a_run_that_rolled_back_or_began_again_shows_what_its_folder_holds
     served: tuple[httpx.AsyncClient, RunPages], run: Config, tmp_path: Path
 ):
     client, pages = served
+    found = await get(client, "/api/run")
+    assert (found["name"], found["episodes"], found["version"]) == ("look", 4, 3)
+    assert [line["version"] for line in await get(client, "/api/updates?after=1")] == [2, 3]
     train_unevenly(run, 2)
     lines = (run.run_folder / "updates.jsonl").read_text().splitlines()
     with (run.run_folder / "updates.jsonl").open("w") as file:  # from version 1 on it went another way

@@ -25,12 +25,7 @@ from megatron_webrl.control.client import ControlClient
 from megatron_webrl.control.connection import ControlAddress
 from megatron_webrl.monitor import control_probe
 from megatron_webrl.monitor.roles import RoleStatus, role_rows
-from megatron_webrl.monitor.status import (
-    RunStatus,
-    find_run,
-    read_status,
-    render_status,
-)
+from megatron_webrl.monitor.status import RunStatus, find_run, read_status, render_status
 from megatron_webrl.track import events, summary
 from megatron_webrl.track.events import EventLog
 from tests.job_control import claim_tickets, connect, control_service, tickets
@@ -189,18 +184,6 @@ def test_a_service_that_does_not_answer_is_told_from_one_of_another_job_and_a_ki
     assert {role.status for role in report.roles} >= {"of trainer-0", "of rollout-0"}  # the last lines of their logs
     assert (report.version, report.expected_end) == (4, None)
 
-    with socket.socket() as full:  # a listener with no room drops further connections, as a lost host does
-        full.bind(("127.0.0.1", 0))
-        full.listen(0)
-        waiting = [socket.socket() for _ in range(3)]
-        for each in waiting:
-            each.setblocking(False)
-            each.connect_ex(full.getsockname())
-        ControlAddress(*full.getsockname(), 1, "a-ring", "token").write(path)
-        assert "does not respond (no answer within 0.3 s)" in str(control_probe.query(path, 0.3))
-        for each in waiting:
-            each.close()
-
 
 def test_a_job_in_preparation_is_starting_for_a_limited_time(config: Config) -> None:
     report = read_status(config.run_folder)
@@ -248,9 +231,7 @@ def test_every_outcome_is_a_state_also_of_a_renamed_run(config: Config) -> None:
     moved = shutil.move(config.run_folder, config.run_folder.with_name("made.1"))
     for outcome, state, reason, healthy in (
         ("stopped", "stopped", "", True),
-        ("interrupted", "interrupted", "", False),
         ("interrupted by SIGTERM", "interrupted", "by SIGTERM", False),
-        ("failed", "failed", "", False),
         (f"failed: {failure}", "failed", failure, False),
     ):
         summary.ensure_written(moved, outcome)
@@ -354,6 +335,3 @@ def test_the_exit_code_tells_a_healthy_run_from_others(
     assert main(["status", "made", "--json"]) == 1
     assert '"reason": "trainer-0: ValueError"' in capsys.readouterr().out
     assert main(["status", "other"]) == 2
-    assert capsys.readouterr().err == (
-        "webrl: RUN=other is neither the folder of a run nor the name of one in runs/; there are made\n"
-    )

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import os
 import re
-import runpy
-import shlex
 import shutil
 import subprocess
 import sys
@@ -26,8 +23,6 @@ SCRIPTS = (
     "tools/install.sh",
     "tools/lock_requirements.sh",
 )
-INSTRUCTIONS = {"ARG", "CMD", "COPY", "ENTRYPOINT", "ENV", "FROM", "RUN", "SHELL", "WORKDIR"}
-"""Those that the Dockerfile uses; each is checked below."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +36,7 @@ class Instruction:
 def dockerfile() -> list[Instruction]:
     lines = [line for line in (CONTAINERS / "Dockerfile").read_text().splitlines() if not line.startswith("#")]
     joined = re.sub(r"\\\n", " ", "\n".join(lines))
-    found = [Instruction(*line.split(maxsplit=1)) for line in joined.splitlines() if line.strip()]
-    assert {each.name for each in found} <= INSTRUCTIONS
-    return found
+    return [Instruction(*line.split(maxsplit=1)) for line in joined.splitlines() if line.strip()]
 
 
 def stages() -> list[list[Instruction]]:
@@ -80,57 +73,29 @@ def test_the_image_is_vllms_of_the_version_that_setup_py_pins() -> None:
         assert any(f"transformer_engine.sh {words}" in each.value for each in stage if each.name == "RUN")
 
 
-def test_every_command_of_the_dockerfile_parses_and_its_arguments_are_declared() -> None:
-    for stage in stages():
-        declared: set[str] = set()
-        for each in stage:
-            if each.name == "ARG":
-                assert re.fullmatch(r"[A-Z_]+=\S+", each.value)
-                declared.add(each.value.split("=")[0])
-            elif each.name == "ENV":
-                assert all(re.fullmatch(r"[A-Z_]+=\S*", word) for word in shlex.split(each.value))
-                declared |= {word.split("=")[0] for word in shlex.split(each.value)}
-            elif each.name == "RUN":
-                shell_parses(each.value)
-                assert set(re.findall(r"\$\{?([A-Z_]+)", each.value)) <= declared
-            elif each.name in ("CMD", "ENTRYPOINT", "SHELL"):
-                assert isinstance(json.loads(each.value), list)
-            elif each.name == "WORKDIR":
-                assert each.value.startswith("/")
+def test_every_command_of_the_dockerfile_parses() -> None:
+    for each in dockerfile():
+        if each.name == "RUN":
+            shell_parses(each.value)
+        elif each.name in ("CMD", "ENTRYPOINT", "SHELL"):
+            assert isinstance(json.loads(each.value), list)
 
 
 def test_the_dockerfile_copies_what_exists_and_is_in_its_context() -> None:
-    names = {each.value.split(" AS ")[1] for each in dockerfile() if each.name == "FROM" and " AS " in each.value}
-    everything, *exceptions = (CONTAINERS / "Dockerfile.dockerignore").read_text().split()
-    assert everything == "*"
-    kept = [line.removeprefix("!") for line in exceptions if line.startswith("!")]
-    copied = []
-    for each in dockerfile():
-        if each.name != "COPY":
-            continue
-        *sources, target = each.value.split()
-        if sources[0].startswith("--from="):
-            assert sources[0].removeprefix("--from=") in names
-            continue
-        assert len(sources) == 1 or target.endswith("/")
-        assert all((ROOT / source).exists() for source in sources)
-        assert all(any(fnmatch.fnmatch(source, pattern) for pattern in kept) for source in sources)
-        copied += sources
-    assert set(copied) == set(kept)
+    patterns = (CONTAINERS / "Dockerfile.dockerignore").read_text().split()
+    kept = {pattern.removeprefix("!") for pattern in patterns if pattern.startswith("!")}
+    copies = [each.value.split()[:-1] for each in dockerfile() if each.name == "COPY" and "--from=" not in each.value]
+    copied = {source for sources in copies for source in sources}
+    assert copied == kept
+    assert all((ROOT / source).exists() for source in copied)
 
 
 def test_the_apptainer_recipe_parses() -> None:
-    header, *parts = re.split(r"^%", (CONTAINERS / "webrl.def").read_text(), flags=re.MULTILINE)
-    assert re.fullmatch(r"Bootstrap: \S.*\nFrom: \S.*\n+", header)
+    _, *parts = re.split(r"^%", (CONTAINERS / "webrl.def").read_text(), flags=re.MULTILINE)
     sections = dict(part.split("\n", 1) for part in parts)
-    assert sections.keys() == {"arguments", "help", "environment", "runscript", "test"}
-    arguments = dict(line.strip().split("=", 1) for line in sections["arguments"].splitlines() if line.strip())
-    assert set(re.findall(r"{{ (\w+) }}", header)) == arguments.keys()
     for name in ("environment", "runscript", "test"):
         shell_parses(sections[name], "sh")
-    path = next(
-        word for each in stages()[-1] if each.name == "ENV" for word in each.value.split() if "BROWSERS" in word
-    )
+    [path] = re.findall(r"PLAYWRIGHT_BROWSERS_PATH=\S+", (CONTAINERS / "Dockerfile").read_text())
     assert path in sections["environment"]
 
 
@@ -167,17 +132,6 @@ echo "$@" >>{calls}
 [ "$3" != list ] || echo torch==2.13.0"""
 
 
-def transformer_engine(folder: Path, action: str) -> tuple[subprocess.CompletedProcess[str], str]:
-    """A run of the script with a Python whose pip only writes down its calls; the run, and the calls."""
-    python, calls = folder / "python", folder / "calls"
-    write_program(python, PYTHON_WITH_A_PIP_OF_ITS_OWN.format(python=sys.executable, calls=calls))
-    done = subprocess.run(
-        ["bash", CONTAINERS / "transformer_engine.sh", action, python, folder / "wheels"], capture_output=True,
-        env={**os.environ, "PYTHONPATH": str(folder)}, text=True, timeout=60, check=False,
-    )  # fmt: skip
-    return done, calls.read_text() if calls.exists() else ""
-
-
 def install_a_distribution(folder: Path, name: str, version: str, library: bool) -> None:
     metadata = folder / f"{name}-{version}.dist-info"
     metadata.mkdir()
@@ -186,18 +140,6 @@ def install_a_distribution(folder: Path, name: str, version: str, library: bool)
     if library:
         (folder / "lib").mkdir(exist_ok=True)
         (folder / "lib" / f"{name}.so").touch()
-
-
-def test_transformer_engine_is_built_for_the_cuda_of_torch(tmp_path: Path) -> None:
-    (tmp_path / "torch.py").write_text("class version: cuda = '13.0'")
-    done, calls = transformer_engine(tmp_path, "build")
-    assert done.returncode == 0, done.stderr
-    headers, wheel = calls.splitlines()
-    assert "nvidia-cuda-runtime==13.0.* nvidia-cuda-crt==13.0.*" in headers
-    assert wheel.endswith(f"--wheel-dir {tmp_path}/wheels transformer-engine-torch=={ENGINE_VERSION}")
-    (tmp_path / "torch.py").write_text("class version: cuda = None")
-    done, calls = transformer_engine(tmp_path, "build")
-    assert (done.returncode, "is built for CPUs; install the GPU packages first" in done.stderr) == (1, True)
 
 
 def test_transformer_engine_without_its_libraries_fails_the_image(tmp_path: Path) -> None:
@@ -209,21 +151,15 @@ def test_transformer_engine_without_its_libraries_fails_the_image(tmp_path: Path
         (folder := tmp_path / str(number)).mkdir()
         install_a_distribution(folder, "transformer_engine_cu13", ENGINE_VERSION, library=True)
         install_a_distribution(folder, "transformer_engine_torch", version, library)
-        done, calls = transformer_engine(folder, "install")
+        python, calls = folder / "python", folder / "calls"
+        write_program(python, PYTHON_WITH_A_PIP_OF_ITS_OWN.format(python=sys.executable, calls=calls))
+        done = subprocess.run(
+            ["bash", CONTAINERS / "transformer_engine.sh", "install", python, folder / "wheels"], capture_output=True,
+            env={**os.environ, "PYTHONPATH": str(folder)}, text=True, timeout=60, check=False,
+        )  # fmt: skip
         assert (done.returncode == 0) == (not says), done.stderr
         assert says in done.stderr
-        assert f"--find-links {folder}/wheels --constraint" in calls
-        assert calls.endswith(f"transformer-engine[core-cu13,pytorch]=={ENGINE_VERSION}\n")
-
-
-def test_missing_and_refused_packages_are_found_for_the_extras() -> None:
-    requirements = ["numpy", "psutil<1", "No_Such.Package>=2; extra == 'gpu'", "neither; extra == 'dev'",
-                    "other; python_version < '3' and extra == 'gpu'"]  # fmt: skip
-    refused_packages = runpy.run_path(str(CONTAINERS / "missing_packages.py"))["refused_packages"]
-    refused = refused_packages(requirements, ["trainer", "gpu"])
-    assert refused.keys() == {"psutil", "no-such-package"}
-    assert "needs psutil<1, found 7" in refused["psutil"]
-    assert "found none" in refused["no-such-package"]
+        assert calls.read_text().endswith(f"transformer-engine[core-cu13,pytorch]=={ENGINE_VERSION}\n")
 
 
 def test_an_image_without_vllm_is_refused_and_no_cuda_library_is_added(tmp_path: Path) -> None:
@@ -240,7 +176,8 @@ def test_an_image_without_vllm_is_refused_and_no_cuda_library_is_added(tmp_path:
 
 
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason="shellcheck is not installed")
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_shellcheck_has_no_objections(script: str) -> None:
-    checked = subprocess.run(["shellcheck", ROOT / script], capture_output=True, text=True, timeout=60, check=False)
+def test_shellcheck_has_no_objections() -> None:
+    checked = subprocess.run(
+        ["shellcheck", *SCRIPTS], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
     assert checked.returncode == 0, checked.stdout

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import math
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors
 import torch
 
 from megatron_webrl.config.load import parse_config
@@ -57,13 +55,6 @@ def test_the_counts_of_released_sizes_are_those_of_their_tensors() -> None:
             assert found / 1e9 == pytest.approx(BILLIONS[size], rel=0.01), size
         _, use = made(size)
         assert use.engine.parameters == 2 * use.parameters, size  # an engine of one GPU has every weight
-
-
-def test_the_count_of_a_tiny_model_is_that_of_its_file(tiny_model: Path, tiny_sparse_model: Path) -> None:
-    for folder in (tiny_model, tiny_sparse_model):
-        with safetensors.safe_open(folder / "model.safetensors", "pt") as file:
-            stored = sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
-        assert count_parameters(json.loads((folder / "config.json").read_text())).total == stored
 
 
 def test_a_ranks_parameters_are_those_that_the_parameter_map_gives_it() -> None:
@@ -237,13 +228,6 @@ def test_what_does_not_fit_a_card_is_refused_with_what_takes_most() -> None:
             check_memory(*made(size, *overrides))
         assert words in str(caught.value)
         assert "\n" not in str(caught.value)
-
-
-def test_without_gpus_there_is_no_card_to_exceed(tiny_model: Path) -> None:
-    config = parse_config(None, ["rollout.kv_cache_mib=64", "cluster.nodes=1"])
-    found = estimate_memory(config, json.loads((tiny_model / "config.json").read_text()))
-    check_memory(config, found)
-    assert found.trainer[0].optimizer == 2 * found.trainer[0].parameters  # float32: two moments beside each weight
 
 
 def test_every_released_size_of_qwen3_5_can_be_split_and_its_heads_of_linear_attention_too() -> None:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
-import time
 from collections import Counter
 from itertools import product
 from pathlib import Path
@@ -200,14 +197,6 @@ def test_a_launcher_of_one_machine_refuses_several_nodes() -> None:
         run_here(made("cluster.nodes=2"), Console())
 
 
-def test_thousands_of_processes_are_placed_at_once() -> None:
-    config = made(*EIGHT, "cluster.nodes=1024", "trainer.tensor_parallel=4", "trainer.pipeline_parallel=8",
-                  "trainer.expert_parallel=16", "cluster.numa_cores=['0-55','56-111']")  # fmt: skip
-    began = time.process_time()
-    assert len(place_processes(config).processes) == 8192
-    assert time.process_time() - began < 3
-
-
 def test_what_cannot_be_placed_is_named_in_one_line() -> None:
     for overrides, words in (
         (["trainer.tensor_parallel=3"], "trainer.data_parallel=0: 1 x 4 GPUs"),
@@ -281,15 +270,6 @@ def test_a_start_reads_the_weights_and_the_optimizer_if_resumed_and_a_short_time
     assert start.endswith("run.startup_timeout_seconds=600 is short, set it to 1700 or more")
 
 
-def test_the_table_folds_nodes_that_are_alike(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["placement", str(ROOT / "configs" / "8b_32node.yaml")]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert "8b_32node: 32 nodes of 8 GPUs, 4 for engines" in lines
-    [first] = [line.split() for line in lines if "trainer rank 0 " in line]
-    assert first == ["0-31", "trainer", "rank", "0", "4", "..", "124", "by", "4", "0", "-", "0-7", "29501"]
-    assert len([line for line in lines if "worker" in line and "295" in line]) == 4
-
-
 def test_what_is_impossible_ends_with_two_and_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     path = str(ROOT / "configs" / "32b_4node.yaml")
     assert main(["placement", path, "cluster.nodes=2", "--memory"]) == 2
@@ -303,13 +283,3 @@ def test_what_is_impossible_ends_with_two_and_one_line(capsys: pytest.CaptureFix
     assert "--json=/no/such/folder/file: No such file or directory" in capsys.readouterr().err
     assert main(["placement", path, "trainer.context_parallel=4", "trainer.pipeline_parallel=1"]) == 2
     assert "tensor_parallel x context_parallel=16 does not divide num_key_value_heads=8" in capsys.readouterr().err
-
-
-def test_placing_and_estimating_need_no_torch() -> None:
-    code = (
-        "import sys; from megatron_webrl.cli import main; "
-        "print(main(['placement', sys.argv[1], '--memory', '--time']), 'torch' in sys.modules)"
-    )
-    command = [sys.executable, "-c", code, str(ROOT / "configs" / "235b_a22b_32node.yaml")]
-    ended = subprocess.run(command, check=True, timeout=120, capture_output=True, cwd=ROOT, text=True)
-    assert ended.stdout.splitlines()[-1] == "0 False"

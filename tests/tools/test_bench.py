@@ -5,43 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tools.bench import jobs
-
-ENDS_LATER = """
-import signal, sys, time
-def end(number, frame):
-    time.sleep(0.5)  # as an update takes its time
-    sys.exit(130)
-signal.signal(signal.SIGINT, end)
-print("ready", flush=True)
-time.sleep(60)
-"""
-
-
-@pytest.fixture
-def job() -> Iterator[subprocess.Popen[bytes]]:
-    with subprocess.Popen([sys.executable, "-c", ENDS_LATER], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"ready\n"
-        yield process
-        process.kill()
-
-
-def test_a_job_is_asked_once_to_stop_and_ends_its_update(
-    job: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(jobs, "POLL_SECONDS", 0.1)
-    with pytest.raises(RuntimeError, match="job slow did not end within 0 s"):
-        jobs.wait_for_end(job, "slow", lambda: False, 0.0)
-    asked = []
-    assert jobs.wait_for_end(job, "job", lambda: asked.append(1) is None, 30)
-    assert len(asked) == 1
-    assert job.returncode == jobs.STOPPED_EXIT
 
 
 def test_a_job_that_ends_by_itself_was_not_stopped_and_one_that_fails_is_an_error(tmp_path: Path):

@@ -74,12 +74,3 @@ def test_the_loss_of_a_batch_is_that_of_its_parts(tiny_model: Path, tmp_path: Pa
         whole = torch.stack(pretraining.compute_loss(model, heads, samples, processor))
         parts = [torch.stack(pretraining.compute_loss(model, heads, [sample], processor)) for sample in samples]
     assert torch.allclose(whole, torch.stack(parts).sum(dim=0), rtol=1e-5)
-
-
-def test_what_cannot_be_used_is_named(tiny_model: Path, tmp_path: Path):
-    with pytest.raises(SystemExit, match=r"pretrain_tiny_model: .*absent"):
-        pretraining.main([str(tiny_model), str(tmp_path / "absent"), str(tmp_path / "out")])
-    few = demonstrations(tmp_path / "few", Processor.load(str(tiny_model)))
-    with pytest.raises(SystemExit, match=r"few, .*few: 4 steps, fewer than a batch of 16"):
-        pretraining.main([str(tiny_model), str(few), str(few), str(tmp_path / "out")])
-    assert not (tmp_path / "out").exists()

@@ -87,16 +87,6 @@ def mlflow_server(folder: Path, start: bool = True) -> Iterator[MLflowServer]:
 
 @contextmanager
 def black_hole() -> Iterator[str]:
-    """An HTTP address whose connections are never made, as behind a firewall that drops packets."""
-    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener:
-        held = []
-        for _ in range(4):  # a full queue: the kernel drops further requests for a connection
-            waiting = socket.socket()
-            waiting.setblocking(False)
-            waiting.connect_ex(listener.getsockname())
-            held.append(waiting)
-        try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        finally:
-            for waiting in held:
-                waiting.close()
+    """An HTTP address that takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -22,7 +22,6 @@ from megatron_webrl.track.evaluations import (
     EvaluationLog,
     EvaluationRequest,
     EvaluationResult,
-    ResultCollector,
     evaluation_name,
 )
 from megatron_webrl.track.mlflow_upload import MLflowTracker
@@ -65,12 +64,6 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     return config
 
 
-def submit(control: ControlClient, number: int, tasks: int) -> EvaluationRequest:
-    asked = EvaluationRequest(number, "during", tasks, samples=2, temperature=1.0, version=0)
-    evaluations.submit_request(control, asked)
-    return asked
-
-
 def finish(control: ControlClient, asked: EvaluationRequest, name: str, episode: int, outcome: str = "success") -> None:
     index, sample = asked.task_and_sample(episode)
     result = EvaluationResult(
@@ -79,42 +72,8 @@ def finish(control: ControlClient, asked: EvaluationRequest, name: str, episode:
     evaluations.submit_result(control, asked, result, episode)
 
 
-def work(control: ControlClient, asked: EvaluationRequest, instance_id: str, count: int) -> list[int]:
-    """Run up to `count` episodes; returns their numbers."""
-    done = []
-    while len(done) < count and (claimed := claim(control, asked, instance_id)):
-        finish(control, asked, instance_id, claimed[0])
-        done += claimed
-    return done
-
-
 def claim(control: ControlClient, asked: EvaluationRequest, instance_id: str) -> list[int]:
     return [episode for episode, *_ in control.claim(evaluations.queue_name(asked), instance_id, 1)]
-
-
-def test_workers_share_the_episodes_and_retry_those_of_a_lost_worker(address: Path, control: ControlClient):
-    workers = [connect(address, f"rollout-{number}") for number in range(2)]
-    assert [worker.register_instance() for worker in workers] == [1, 1]
-    asked = submit(control, 1001, tasks=4)
-    assert evaluations.current_request(workers[0]) == asked
-    collector = ResultCollector(control, asked)
-    assert (collector.poll(), collector.has_started) == (False, False)
-    assert work(workers[0], asked, "rollout-0.1", 2) == [0, 1]
-    assert [claim(workers[0], asked, "rollout-0.1") for _ in range(2)] == [[2], [3]]
-    assert work(workers[1], asked, "rollout-1.1", 100) == [4, 5, 6, 7]
-    assert not collector.poll()
-    assert (collector.has_started, collector.missing_count) == (True, 2)
-    assert claim(workers[1], asked, "rollout-1.1") == []
-    assert workers[0].register_instance() == 2
-    assert not collector.poll()
-    assert sorted(work(workers[0], asked, "rollout-0.2", 1) + work(workers[1], asked, "rollout-1.1", 9)) == [2, 3]
-    finish(workers[0], asked, "rollout-0.1", 2, "failure")  # late: must not count a second time
-    assert collector.poll()
-    assert [(r.index, r.sample, r.outcome) for _, r in sorted(collector.results.items())] == [
-        (index, sample, "success") for sample in range(2) for index in range(4)
-    ]
-    evaluations.withdraw_request(control)
-    assert evaluations.current_request(workers[0]) is None
 
 
 class Engines:

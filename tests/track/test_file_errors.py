@@ -18,10 +18,8 @@ from pathlib import Path
 import pytest
 
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.judge.budget import Usage, write_usage
 from megatron_webrl.ring.record import RecordFileWriter, read_record_file
 from megatron_webrl.track import events, summary
-from megatron_webrl.track.evaluations import EvaluationLog
 from megatron_webrl.track.events import EventLog
 from megatron_webrl.trainer.data.task_sampler import BlockList
 from megatron_webrl.types import BLOCKED, Group
@@ -72,13 +70,6 @@ def _block(folder: Path, number: int) -> None:
     blocked.record_group(Group(number, (replace(made, task=replace(made.task, website="example.org")),)))
 
 
-def _evaluate(folder: Path, number: int) -> None:
-    evaluations = EvaluationLog(folder)
-    evaluations.append({"version": number, "kind": "during", "variant": ""}, [])
-    evaluations.history.sync()
-    evaluations.history.close()
-
-
 def _events(folder: Path) -> list[int]:
     return [event.node for event in events.read_events(folder)]
 
@@ -93,10 +84,8 @@ WRITERS = {
     "history": Writer(_append, _lines("h.jsonl"), True, True),
     "events": Writer(lambda f, n: EventLog(f, node=n).add("job", "started"), _events, False, True),
     "block list": Writer(_block, _lines("blocklist.jsonl", "ticket"), False, True),
-    "evaluations": Writer(_evaluate, _lines("evaluations.jsonl", "version"), True, True),
     "record file": Writer(_record, _records, True),
     "summary": Writer(lambda f, n: summary.write_summary(f, str(n), None), _numbers("summary.json", "outcome"), False),
-    "judge's usage": Writer(lambda f, n: write_usage(f / "u.json", n, Usage()), _numbers("u.json", "hour"), True),
 }
 
 

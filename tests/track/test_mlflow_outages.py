@@ -100,10 +100,7 @@ def check_run(uri: str, run_id: str | None, status: str = "FINISHED") -> list[st
 def test_a_server_that_fails_costs_no_time_and_gets_everything_once_it_answers(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    with (
-        caplog.at_level(logging.INFO, "megatron_webrl"),
-        mlflow_server(tmp_path / "server", start=False) as server,
-    ):
+    with caplog.at_level(logging.INFO, "megatron_webrl"), mlflow_server(tmp_path / "server", start=False) as server:
         tracker = MLflowTracker(config := make_config(tmp_path, server.uri))
         log_updates(config, range(1, UPDATES))
         until(lambda: tracker.error is not None, "a refused connection", 30)

@@ -13,7 +13,7 @@ from tests.launch.slurm.virtual_slurm import Cluster, free_ports
 
 ROOT = Path(__file__).parents[3]
 SCRIPTS = ROOT / "launch" / "slurm"
-PAYLOAD = f"{sys.executable} -I -S {Path(__file__).with_name('slurm_payload.py')}"
+PAYLOAD = f"{sys.executable} {Path(__file__).with_name('slurm_payload.py')}"
 """In the place of a job's programs."""
 
 

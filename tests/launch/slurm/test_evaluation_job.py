@@ -103,18 +103,6 @@ def test_engines_use_every_gpu_of_every_node_whatever_the_training_job_had(model
             assert [spec.environment["CUDA_VISIBLE_DEVICES"] for spec in specs] == [str(gpu) for gpu in range(8)]
 
 
-def test_an_engine_larger_than_a_node_has_followers_or_is_refused_in_one_line(model_8b: Path) -> None:
-    sizes = ("rollout.tensor_parallel=8", "rollout.pipeline_parallel=2")
-    placed = plan_processes(evaluation(model_8b, 4, FOUR, *sizes)).processes
-    assert [(process.name, process.node) for process in placed] == [
-        ("rollout-0", 0), ("rollout-0.follower-1", 1), ("rollout-1", 2), ("rollout-1.follower-1", 3),
-    ]  # fmt: skip
-    with pytest.raises(ConfigError, match=r"^rollout.engines=0: 3 x 8 GPUs .*cannot be shared out by 16; .*$"):
-        evaluation(model_8b, 3, FOUR, *sizes)
-    with pytest.raises(ConfigError, match=r"rollout.engines=5 makes 5 ranks, but 2 nodes have 8 GPUs .*set it to 16"):
-        plan_processes(evaluation(model_8b, 2, FOUR, "rollout.engines=5"))
-
-
 def test_nodes_without_gpus_have_an_engine_each(tiny_model: Path, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump({"rollout": {"engines": 2, "max_model_len": 1024}, "cluster": {"nodes": 2}}))
@@ -136,14 +124,9 @@ def test_a_dry_run_shows_every_process_of_an_evaluation(model_8b: Path, tmp_path
     )  # fmt: skip
     lines = [line for line in done.stdout.splitlines() if line.startswith("node ")]
     settings = tmp_path / "8b_4node-evaluation-model" / "config.yaml"
-    assert len(lines) == 17
-    for number, line in enumerate(lines[:16]):
-        node, gpu = divmod(number, 8)
-        assert line.startswith(f"node {node} rollout-{number}: CUDA_VISIBLE_DEVICES={gpu} ")
-        assert f" role {settings.parent} rollout-{number} >> " in line
-    assert lines[16].startswith("node 0 evaluation: ")
+    starts = [f"node {n // 8} rollout-{n}: CUDA_VISIBLE_DEVICES={n % 8} " for n in range(16)] + ["node 0 evaluation: "]
+    assert all(line.startswith(begin) for line, begin in zip(lines, starts, strict=True))
     assert lines[16].endswith(f" node control {settings} --host FIRST_NODE")
-    assert "2 nodes of 8 GPUs, all for engines" in done.stdout
     assert not settings.parent.exists()
 
 

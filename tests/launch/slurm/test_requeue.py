@@ -230,20 +230,6 @@ def test_a_checkpoint_is_evaluated_on_two_nodes_although_a_worker_is_killed(five
     until(lambda: not processes(folder), lambda: f"{processes(folder)} to end", 30)
 
 
-@on_slurm
-@pytest.mark.slow
-def test_a_cancelled_evaluation_leaves_no_process_and_no_weights(five: Cluster, trained: Path) -> None:
-    job = evaluate(five, trained, STUB_COMMAND=PAYLOAD)
-    folder = folder_of(trained, job)
-    until(lambda: log(trained.parent).count("started rollout-") == 2, lambda: f"workers: {log(trained.parent)}", 200)
-    assert any(folder.glob(f"{MODEL_PREFIX}*/config.json"))
-    five.run("scancel", job)
-    assert five.wait(job, 60) == "CANCELLED", log(trained.parent)
-    until(lambda: not processes(folder), lambda: f"{processes(folder)} to end", 60)
-    assert outcome(folder) == "interrupted by SIGTERM"
-    assert not any(folder.glob(f"{MODEL_PREFIX}*"))
-
-
 def test_too_few_good_nodes_have_an_exit_code_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = parse_config(None, [f"run.directory={tmp_path}", "run.name=here", "cluster.nodes=2"])
     folder = report_folder(config)

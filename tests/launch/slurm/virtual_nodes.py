@@ -157,11 +157,7 @@ def _set_up(name: str, own: str, folder: Path, shared: Sequence[str]) -> None:
     while f"{CARD}:" not in Path("/proc/net/dev").read_text():
         assert time.monotonic() < deadline, f"{name} was given no network card within {SETUP_SECONDS:.0f} s"
         time.sleep(0.01)
-    for arguments in (
-        f"addr add {own}/16 dev {CARD}",
-        f"link set {CARD} up",
-        f"route add default via {address(0)}",
-    ):
+    for arguments in (f"addr add {own}/16 dev {CARD}", f"link set {CARD} up", f"route add default via {address(0)}"):
         _ip(arguments)
 
 

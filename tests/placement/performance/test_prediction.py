@@ -26,7 +26,7 @@ def placed(file: Path, *words: str) -> dict[str, Any]:
     return found
 
 
-def test_a_devices_name_leads_to_its_card_whose_rates_have_their_order() -> None:
+def test_a_devices_name_leads_to_its_card() -> None:
     for device, name in {
         "NVIDIA H100 80GB HBM3": "H100", "NVIDIA A100-SXM4-80GB": "A100", "NVIDIA GH200 480GB": "GH200",
         "NVIDIA B200": "B200", "NVIDIA H100 PCIe": None,  # slower than the SXM form
@@ -34,9 +34,6 @@ def test_a_devices_name_leads_to_its_card_whose_rates_have_their_order() -> None
     }.items():  # fmt: skip
         found = find_card(device)
         assert (found.name if found else None) == name
-    for card in CARDS.values():
-        bytes_per_second = 1e12 * card.peak_tflops / 1e9
-        assert bytes_per_second > card.memory_gb_per_second > card.nvlink_gb_per_second > card.network_gb_per_second > 0
 
 
 def test_card_and_lengths_of_a_prediction_are_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
