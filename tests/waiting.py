@@ -1,4 +1,4 @@
-"""Wait for a condition, with a limit; start or fork a process that does not outlive its test."""
+"""Wait for a condition, with a limit; write a program; start or fork a process that does not outlive its test."""
 
 from __future__ import annotations
 
@@ -39,6 +39,13 @@ def started(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen
             yield process
         finally:
             process.kill()
+
+
+def write_program(path: Path, text: str) -> Path:
+    """A shell script that stands in for a program."""
+    path.write_text(f"#!/bin/bash\n{text}\n")
+    path.chmod(0o755)
+    return path
 
 
 def fork(work: Callable[[], object]) -> int:

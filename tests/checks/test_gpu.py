@@ -118,17 +118,14 @@ def test_a_gpu_that_torch_cannot_use_fails_the_driver_and_skips_what_computes_on
     assert alone == [failed("model", "all", "no driver")]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
+def test_bad_input_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, says in (
         (["none.yaml"], "none.yaml"),
         (["configs/quickstart.yaml", "--json", "/none/x.json"], "--json=/none/x.json: the folder /none does not exist"),
         (["configs/quickstart.yaml", "--timeout-seconds", "0"], "--timeout-seconds=0 must be greater than 0"),
         (["configs/quickstart.yaml", "rollout.enginess=2"], "rollout.enginess"),
-    ],
-)
-def test_bad_input_is_refused_in_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], says: str) -> None:
-    assert main(["check", "gpu", *arguments, "--platform", "cpu"]) == 2
-    error = capsys.readouterr().err
-    assert says in error
-    assert error.count("\n") == 1
+    ):
+        assert main(["check", "gpu", *arguments, "--platform", "cpu"]) == 2
+        error = capsys.readouterr().err
+        assert says in error
+        assert error.count("\n") == 1

@@ -105,9 +105,7 @@ def test_speed_is_measured_and_a_device_without_memory_is_a_local_fault() -> Non
     assert "memory" in link.error
 
 
-def test_a_process_that_dies_or_hangs_is_a_local_fault_and_its_peer_reports_an_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_process_that_dies_or_hangs_is_a_local_fault_and_its_peers_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "KILL_MARGIN_SECONDS", 2.0)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     signals = {signal.SIGKILL: "killed by SIGKILL", signal.SIGSTOP: "not finish"}
@@ -165,9 +163,7 @@ def test_a_wrong_clock_and_a_slow_link_are_named(tmp_path: Path, monkeypatch: py
     assert "below 1e+06" in found[1]["link n1"].note
 
 
-def test_an_absent_first_node_fails_the_network_and_another_one_is_no_member(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_absent_first_node_fails_the_network_of_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "GATHER_SECONDS", 2.0)
     first, second, third = nodes_of(tmp_path, "n1", "n2", "n3", processes=1)
     [line] = second.check(True)

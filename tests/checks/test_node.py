@@ -20,6 +20,7 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.control.child_process import MAX_OPEN_FILES, start_process
 from megatron_webrl.launch import gpus
 from megatron_webrl.placement.placement import place_processes
+from tests.waiting import write_program
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,9 +58,7 @@ def test_shared_memory_must_hold_the_ring() -> None:
 def test_a_browser_that_shows_nothing_is_named(tmp_path: Path) -> None:
     look("browser")
     look("browser", "browser.executable=/nowhere", "browser.servers=http://head:8701")  # theirs are not checked
-    program = tmp_path / "program"
-    program.write_text("#!/bin/sh\necho a library is missing >&2; exit 127\n")
-    program.chmod(0o755)
+    program = write_program(tmp_path / "program", "echo a library is missing >&2; exit 127")
     with pytest.raises(CheckFailed, match=r"program loads no page: a library is missing"):
         look("browser", f"browser.executable={program}")
 
@@ -104,9 +103,7 @@ def test_number_and_memory_of_gpus_and_the_driver_are_checked(tmp_path: Path, mo
         (["81559", "81559"], "the driver is too old"),
     ):
         rows = "; ".join(f"echo {number}, GPU-{number}, {mib}" for number, mib in enumerate(sizes))
-        program = tmp_path / "nvidia-smi"
-        program.write_text(f"#!/bin/sh\ncase $1 in *memory*) {rows};; *) echo 580.65.06;; esac\n")
-        program.chmod(0o755)
+        write_program(tmp_path / "nvidia-smi", f"case $1 in *memory*) {rows};; *) echo 580.65.06;; esac")
         with pytest.raises(CheckFailed, match=reason):
             look("gpus", *GPUS)
 

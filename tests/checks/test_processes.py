@@ -32,19 +32,14 @@ def run(*arguments: str, seconds: float = 30.0) -> list[processes.Outcome]:
     return run_processes(f"{__name__}:work", arguments, seconds)
 
 
-def test_each_process_returns_its_results() -> None:
-    found = run("a", "b")
-    assert [each.results for each in found] == [[("0", "2", "a")], [("1", "2", "b")]]
-    assert not any(each.error for each in found)
-
-
 def test_an_error_and_a_death_are_lines_earlier_results_stay_and_children_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "GRACE_SECONDS", 0.5)
-    found = run("raise", "die", "sleep")
+    found = run("raise", "die", "sleep", "return")
     assert [each.error for each in found] == [
-        "ValueError: of the function", "its process killed by SIGKILL", "it did not finish within 30 s"
+        "ValueError: of the function", "its process killed by SIGKILL", "it did not finish within 30 s", "",
     ]  # fmt: skip
-    assert [len(each.results) for each in found] == [1, 1, 2]
+    assert [len(each.results) for each in found] == [1, 1, 2, 1]
+    assert found[3].results == [("3", "4", "return")]
     assert "ValueError: of the" in found[0].log
     with suppress(psutil.NoSuchProcess):
         assert psutil.Process(found[2].results[1]).status() == psutil.STATUS_ZOMBIE  # killed, and not yet reaped

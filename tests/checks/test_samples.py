@@ -33,7 +33,7 @@ def test_built_in_samples_have_images_a_common_prompt_and_a_long_one(processor: 
         built_in_samples(processor, 40)
 
 
-def test_a_file_gives_messages_images_in_order_and_the_response(
+def test_a_file_gives_messages_images_and_response(
     processor: Processor, samples_file: Callable[..., Path], tmp_path: Path
 ) -> None:
     shown = user(
@@ -51,9 +51,8 @@ def test_a_file_gives_messages_images_in_order_and_the_response(
     assert second.images == ()
 
 
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
+def test_a_bad_line_is_refused_by_place(processor: Processor, samples_file: Callable[..., Path]) -> None:
+    for line, says in (
         ("{", "Expecting property name"),
         ({"messages": [QUESTION]}, "response"),
         ({"messages": [QUESTION], "response": 3}, "must be of type"),
@@ -63,14 +62,10 @@ def test_a_file_gives_messages_images_in_order_and_the_response(
         ({"messages": [{"role": "user", "content": "<|image_pad|>"}], "response": "x"}, "1 image placeholders and 0"),
         ({"messages": [QUESTION], "response": "<|image_pad|>"}, "placeholder"),
         ({"messages": [{"role": "user", "content": "word " * 900}], "response": "x"}, "exceed --max-model-len"),
-    ],
-)
-def test_a_bad_line_is_refused_by_file_and_line(
-    processor: Processor, samples_file: Callable[..., Path], line: Any, says: str
-) -> None:
-    path = samples_file({"messages": [QUESTION], "response": "x"}, line)
-    with pytest.raises(ConfigError, match=f"samples.jsonl line 2.*{says}") as caught:
-        read_samples(path, processor, 600)
-    assert "\n" not in str(caught.value)
+    ):
+        path = samples_file({"messages": [QUESTION], "response": "x"}, line)
+        with pytest.raises(ConfigError, match=f"samples.jsonl line 2.*{says}") as caught:
+            read_samples(path, processor, 600)
+        assert "\n" not in str(caught.value)
     with pytest.raises(ConfigError, match="contains no sample"):
         read_samples(samples_file(""), processor, 600)

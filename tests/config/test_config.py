@@ -216,9 +216,7 @@ def write_checkpoint(run_folder: Path, **state: Any) -> Path:
     return checkpoint
 
 
-def test_a_resume_from_a_checkpoint_that_does_not_fit_is_refused_before_anything_starts(
-    config_file: Path, tmp_path: Path
-) -> None:
+def test_a_resume_from_a_checkpoint_that_does_not_fit_is_refused(config_file: Path, tmp_path: Path) -> None:
     run = ["run.resume=true", f"run.directory={tmp_path}"]
     sizes = {"ranks": 2, "tensor": 2, "pipeline": 1, "virtual_pipeline": 1, "context": 1, "expert": 1}
     layout = sizes | {"expert_tensor": 1}
@@ -239,9 +237,7 @@ def test_a_resume_from_a_checkpoint_that_does_not_fit_is_refused_before_anything
     assert cli.main(["train", str(config_file), *run]) == 2
 
 
-def test_a_resume_needs_initial_weights_and_those_of_its_start_only_as_a_reference(
-    config_file: Path, tmp_path: Path
-) -> None:
+def test_a_resume_needs_initial_weights_only_as_a_reference(config_file: Path, tmp_path: Path) -> None:
     penalty = "trainer.loss.kl_coefficient=0.1"
     run = ["run.resume=true", f"run.directory={tmp_path}"]
     write_checkpoint(tmp_path / "run")

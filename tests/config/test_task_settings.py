@@ -42,9 +42,7 @@ def test_a_configuration_with_task_files_passes_and_settings_may_follow_an_optio
         assert "unrecognized arguments: " in capsys.readouterr().err
 
 
-def test_an_impossible_combination_is_refused(
-    config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_combinations_are_refused(config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     judge = "judge={evaluators: [judge], verdict: {name: m%s}}"
     for overrides, message in (
         (["browser.open_web=false"],
@@ -76,7 +74,7 @@ def test_an_impossible_combination_is_refused(
     load_config(config_file, ["tasks.source=miniwob", "evaluation.episodes=3"])
 
 
-def test_offline_websites_need_their_own_setting_and_not_open_web(
+def test_offline_websites_need_their_own_setting(
     config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, first in (("train", 0), ("test", 5)):
@@ -96,7 +94,7 @@ def test_offline_websites_need_their_own_setting_and_not_open_web(
     assert "has tasks on other-7.localhost, which is no offline website\n" in capsys.readouterr().err
 
 
-def test_a_run_is_resumed_with_the_training_file_of_its_checkpoint(
+def test_a_run_is_resumed_with_its_training_file(
     config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def check() -> int:

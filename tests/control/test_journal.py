@@ -60,7 +60,7 @@ def test_a_long_journal_becomes_a_snapshot(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("bytes_before_a_snapshot", [2000, 10**6])
-def test_what_is_appended_during_a_sync_needs_another_one(
+def test_lines_appended_during_a_sync_need_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bytes_before_a_snapshot: int
 ) -> None:
     monkeypatch.setattr(journals, "COMPACT_BYTES", bytes_before_a_snapshot)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import http.client
+import json
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +18,7 @@ import pytest
 
 from megatron_webrl.control import facts
 from megatron_webrl.control.client import ControlClient
+from megatron_webrl.control.relay import Relay
 from tests.control.service_process import FREQUENT_HEARTBEATS, ServiceProcess, service_process
 from tests.job_control import claim_tickets, tickets
 from tests.waiting import started, until
@@ -101,6 +104,19 @@ def test_changes_reach_the_roles_of_a_node_through_its_relay_over_restarts_of_th
             role.close()
 
 
+def test_a_change_of_a_fact_that_was_just_read_arrives_at_once(tmp_path: Path) -> None:
+    with node(tmp_path) as here:
+        trainer, role, delays = here.service.connect("trainer-0"), here.connect("rollout-0"), []
+        for number in range(5):
+            assert role.get_json(f"key/{number}") is None
+            begun = time.monotonic()
+            trainer.put_json(f"key/{number}", 1)
+            until(lambda: role.get_json(f"key/{number}") == 1, "the change")  # noqa: B023
+            delays.append(time.monotonic() - begun)
+        assert sorted(delays)[2] < 0.5, delays  # less than the pause between two requests
+        role.close()
+
+
 def test_a_role_that_its_relay_does_not_hear_is_lost_and_not_reported_after_an_outage(tmp_path: Path) -> None:
     with node(tmp_path, TIMEOUT_SECONDS, FREQUENT_HEARTBEATS) as here:
         watcher, neighbour = here.service.connect("trainer-0"), here.connect("rollout-1")
@@ -176,3 +192,16 @@ def test_a_role_that_has_claimed_knows_all_facts_from_before_the_claim(tmp_path:
             [claim] = claim_tickets(worker, 1, wait_seconds=5.0)
             assert (claim.ticket, worker.get_json("index")) == (ticket, ticket)
         worker.close()
+
+
+async def test_a_relay_answers_a_role_that_lacks_nothing_after_its_wait_only(tmp_path: Path) -> None:
+    with service_process(tmp_path) as service:
+        relay, answers = Relay(service.address, "node-0"), 0
+        threading.Thread(target=relay.follow, daemon=True).start()
+        body = {"session": "rollout-0", "keys": ["end", "offer"], "wait": 0.3, "roles": {"rollout-0": (0.0, {})}}
+        deadline = time.monotonic() + 0.9
+        while time.monotonic() < deadline:
+            body["revision"] = json.loads(await relay.sync(body))["revision"]
+            answers += 1
+        relay.ended = True
+        assert 2 <= answers <= 6

@@ -56,9 +56,7 @@ def test_each_ticket_is_claimed_once_although_the_service_is_killed_again_and_ag
     assert (queue["claimed"], len(queue["open"]), len(unfinished)) == (300, 150, 150)
 
 
-def test_a_restarted_worker_finds_its_unfinished_claims_and_its_earlier_instance_has_ended(
-    service: ServiceProcess,
-) -> None:
+def test_a_restarted_worker_finds_its_claims_and_its_earlier_instance_has_ended(service: ServiceProcess) -> None:
     service.connect("trainer-0").start_ticket_epoch(0, 0, tickets(range(5, 12)))
     first, other = service.connect("rollout-0"), service.connect("rollout-1")
     assert [claim.ticket for _ in range(3) for claim in claim_tickets(first, 1)] == [5, 6, 7]
@@ -155,9 +153,7 @@ def test_a_clean_end_is_no_failure_and_keep_alive_delays_the_exit(tmp_path: Path
         until(service.has_exited, "the exit of the control service", 30.0)
 
 
-def test_a_wait_and_a_service_that_does_not_answer_are_errors_that_name_them(
-    service: ServiceProcess, tmp_path: Path
-) -> None:
+def test_a_wait_and_a_service_without_answer_are_errors_that_name_them(service: ServiceProcess, tmp_path: Path) -> None:
     with pytest.raises(JobFailed, match=r"a cannot reach the control service within 1 s: .*missing\.json"):
         ControlClient(tmp_path / "missing.json", "a", connect_seconds=1.0)
     control = service.connect("a", lost_seconds=1.0)
@@ -194,7 +190,7 @@ def test_a_request_without_the_token_is_refused_and_the_token_is_for_the_user_al
     assert address.token not in (service.folder / "journal").read_text()
 
 
-def test_a_request_that_is_none_is_refused_and_one_that_is_cut_leaves_no_error(service: ServiceProcess) -> None:
+def test_a_request_that_is_none_is_refused(service: ServiceProcess) -> None:
     for body in (
         b"[]", b"null", b"\xff", b'{"stream": "a"',
         b'{"stream": 1, "number": "x", "commands": [["get", []]]}',
@@ -203,17 +199,6 @@ def test_a_request_that_is_none_is_refused_and_one_that_is_cut_leaves_no_error(s
         b'{"session": "a", "keys": 3}',
     ):  # fmt: skip
         assert post(service, "/sync", body) == 400, body
-    address = ControlAddress.read(service.address)
-    assert address is not None
-    connection = http.client.HTTPConnection(address.host, address.port, timeout=10)
-    connection.putrequest("POST", "/sync")
-    connection.putheader("Authorization", f"Bearer {address.token}")
-    connection.putheader("Content-Length", "100")
-    connection.endheaders(b'{"roles"')
-    time.sleep(0.2)  # the service waits for the rest
-    connection.close()
-    service.connect("a").put_json("key", 1)
-    assert "Traceback" not in service.log
 
 
 def test_a_journal_that_cannot_be_written_does_not_end_the_job(tmp_path: Path) -> None:

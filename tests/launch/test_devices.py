@@ -15,6 +15,7 @@ from megatron_webrl.launch import gpus
 from megatron_webrl.launch.gpus import NvidiaSmiError, query_gpus
 from megatron_webrl.launch.roles import CACHE_VARIABLES, gpu_environment, make_cache_folder
 from megatron_webrl.launch.run_folder import sweep_engine_segments
+from tests.waiting import write_program
 
 ROOT = Path(__file__).parents[2]
 GPUS = ("cluster.gpus_per_node=2", "cluster.engine_gpus_per_node=1")
@@ -24,17 +25,11 @@ def made(*overrides: str) -> Config:
     return parse_config(None, list(overrides))
 
 
-def test_visible_gpus_are_read_from_nvidia_smi_and_its_failures_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def install(text: str) -> None:
-        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / "nvidia-smi").chmod(0o755)
-
+def test_visible_gpus_are_read_from_nvidia_smi_or_its_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(NvidiaSmiError, match="nvidia-smi is not installed"):
         query_gpus("memory.total")
-    install("echo '0, GPU-aa, 81559'; echo '1, GPU-ab, 40960'")
+    write_program(tmp_path / "nvidia-smi", "echo '0, GPU-aa, 81559'; echo '1, GPU-ab, 40960'")
     for visible, sizes in (
         (None, ["81559", "40960"]), ("1", ["40960"]), ("GPU-ab,0", ["40960", "81559"]), ("MIG-1,MIG-2", ["81559"] * 2),
     ):  # fmt: skip
@@ -43,7 +38,7 @@ def test_visible_gpus_are_read_from_nvidia_smi_and_its_failures_are_named(
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert [row[0] for row in query_gpus("memory.total")] == sizes
     for program, words in (("echo 'no handle' >&2; exit 15", "failed: no handle"), ("exit 0", "lists no GPU")):
-        install(program)
+        write_program(tmp_path / "nvidia-smi", program)
         with pytest.raises(NvidiaSmiError, match=words):
             query_gpus("memory.total")
 

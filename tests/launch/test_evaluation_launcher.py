@@ -121,9 +121,7 @@ def test_results_for_which_the_disk_has_no_room_are_printed_before_the_error(
     assert "mlflow.json cannot be written: [Errno 28]" in caplog.text
 
 
-def test_the_checkpoints_run_gives_the_configuration_and_overrides_replace_it(
-    run_folder: Path, tiny_model: Path, tmp_path: Path
-):
+def test_the_checkpoints_run_gives_the_configuration_with_overrides(run_folder: Path, tiny_model: Path, tmp_path: Path):
     checkpoint = EvaluatedCheckpoint.resolve(run_folder)
     assert (checkpoint.path.name, checkpoint.is_megatron, checkpoint.version) == ("version-000007", True, 7)
     assert EvaluatedCheckpoint.resolve(checkpoint.path) == checkpoint

@@ -131,9 +131,7 @@ def test_a_job_runs_on_this_machine_until_a_role_or_its_user_ends_it(
     assert psutil.Process().children() == children
 
 
-def test_a_control_service_that_cannot_start_is_named_in_the_outcome(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_control_service_that_cannot_start_is_in_the_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
     node = made(tmp_path, out)
     with socket.create_server(("127.0.0.1", 0)) as taken:

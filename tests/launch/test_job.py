@@ -154,9 +154,7 @@ def assert_results_are_in_mlflow_and_in_the_index(job: Job) -> None:
     ("architecture", "dtype", "gap"),
     [("qwen3_vl", "float32", 1e-3), pytest.param("qwen3_5", "bfloat16", 1e-2, marks=pytest.mark.soak)],
 )
-def test_a_mixture_of_experts_trains_over_two_stages_from_a_converted_checkpoint_and_back(
-    job: Job, architecture: str, dtype: str, gap: float
-):
+def test_a_mixture_of_experts_trains_over_stages_and_converts_back(job: Job, architecture: str, dtype: str, gap: float):
     """`dtype`: of the engine. `gap`: largest difference of log-probabilities of engine and trainer."""
     job.model = model = make_tiny_model(job.folder / "model", architecture=architecture, seed=1, experts=4)
     converted, trained = job.folder / "converted", job.folder / "trained"

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from megatron_webrl.track import episodes
@@ -115,6 +116,41 @@ def counted_by_worker(job: Job) -> set[str]:
     """Worker instances with a counted episode."""
     path = job.run_folder / "episodes.jsonl"
     return {line["worker"] for line in episodes.read_lines(job.run_folder)} if path.is_file() else set()
+
+
+def engine_of(job: Job, worker: str) -> psutil.Process | None:
+    """The vLLM process of a worker."""
+    with suppress(psutil.NoSuchProcess):
+        role = job.role(worker)
+        for child in role.children() if role is not None else ():
+            if "EngineCore" in " ".join([child.name(), *child.cmdline()]):
+                return child
+    return None
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)  # engines start three times
+def test_an_engine_that_keeps_dying_is_given_up_and_the_job_continues_with_the_other_one(job: Job):
+    job.start(
+        "trainer.updates=1000", "rollout.engines=2", "run.worker_restarts_per_hour=1", "rollout.max_staleness=2",
+        "run.heartbeat_timeout_seconds=60",
+    )  # fmt: skip
+    job.until(lambda: "rollout-1.1" in counted_by_worker(job), "an episode of the engine", 480)
+    job.until(lambda: engine_of(job, "rollout-1"), "its engine").kill()
+    job.until(lambda: "; restarting rollout-1 (restart 1 of 1 within an hour)" in job.output(), "its restart")
+    log = job.run_folder / "logs" / "rollout-1.log"
+    job.until(lambda: "instance 2 of this worker" in log.read_text(), "another instance")
+    job.until(lambda: engine_of(job, "rollout-1"), "its engine").kill()
+    job.until(lambda: "rollout-1 is given up, the job continues with 1 of 2 engines" in job.output(), "a decision")
+    made = len(job.updates())
+    job.until(lambda: len(job.updates()) >= made + 4, "four more updates")
+    report = job.status()[1]
+    assert (report["state"], report["healthy"]) == ("running", True)
+    assert {role["name"]: role["state"] for role in report["roles"]}["rollout-1"] == "failed"
+    stop(job, 6)
+    updates, lines = len(job.updates()), episodes.read_lines(job.run_folder)
+    assert set(range(2 * updates - 6)) <= {line["ticket"] for line in lines}  # no ticket is left behind
+    assert "rollout-0.1" in counted_by_worker(job)
 
 
 @pytest.mark.slow

@@ -223,9 +223,7 @@ def test_a_role_that_lost_its_file_system_ends_the_job_as_a_failure_of_the_infra
         assert not is_infrastructure_failure(outcome)
 
 
-def test_a_role_that_survives_a_kill_as_in_a_call_to_a_dead_file_system_ends_the_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_role_that_survives_a_kill_ends_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child_process, "KILL_SECONDS", 1.0)
     with machine(tmp_path, "rollout.engines=1") as here:
         role = here.start("rollout-0")
@@ -397,7 +395,7 @@ def test_a_complete_checkpoint_resets_the_count_of_failures(control: ControlClie
     assert outcome.endswith("failure 4")
 
 
-def test_a_run_folder_that_fails_hides_no_failure_and_is_no_progress(
+def test_a_run_folder_that_fails_hides_no_failure(
     control: ControlClient, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     complete(config, "version-000002")

@@ -42,9 +42,7 @@ REFUSED = (  # words of the message
 )
 
 
-def test_a_bad_configuration_is_one_line_before_anything_starts(
-    tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_configuration_is_refused(tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump({**SETTINGS, "model": {"path": str(tiny_model)}}))
     for override, words in REFUSED:

@@ -77,7 +77,7 @@ async def test_the_state_of_a_run_and_what_bounded_an_update_are_those_of_the_co
     assert "updates 1 to 2" in (await get(client, "/api/bound?version=9", 404))["error"]
 
 
-async def test_a_run_that_rolled_back_or_began_again_shows_what_its_folder_holds(
+async def test_a_run_that_rolled_back_or_began_again_is_read_again(
     served: tuple[httpx.AsyncClient, RunPages], run: Config, tmp_path: Path
 ):
     client, pages = served

@@ -121,9 +121,7 @@ def test_a_terminal_that_can_show_it_gets_a_status_line_and_others_lines(
         assert lines[-1] == "the report"
 
 
-def test_a_log_gets_one_line_per_update_and_per_phase_and_repeats_a_long_phase_whose_counts_change(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_a_log_gets_one_line_per_update_and_phase_and_a_long_phase_several(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     out = io.StringIO()
     waiting = RoleStatus("trainer-0", "running", "update 1: waiting for groups, 0 of 8")

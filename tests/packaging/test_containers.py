@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import write_program
 from tools.check_gpu_packages.__main__ import transformer_engine_version
 
 ROOT = Path(__file__).parents[2]
@@ -121,15 +122,30 @@ def test_an_enroot_image_appears_only_when_it_is_complete(tmp_path: Path) -> Non
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bin", "megatron-webrl.sqsh"]
 
 
-def write_program(path: Path, text: str) -> None:
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o755)
-
-
 ENGINE_VERSION = transformer_engine_version()
 PYTHON_WITH_A_PIP_OF_ITS_OWN = """[ "$1" = -m ] || exec {python} "$@"
 echo "$@" >>{calls}
 [ "$3" != list ] || echo torch==2.13.0"""
+
+
+def transformer_engine(folder: Path, action: str) -> tuple[subprocess.CompletedProcess[str], str]:
+    """A run of the script with a Python whose pip only writes down its calls; the run, and the calls."""
+    python, calls = folder / "python", folder / "calls"
+    write_program(python, PYTHON_WITH_A_PIP_OF_ITS_OWN.format(python=sys.executable, calls=calls))
+    done = subprocess.run(
+        ["bash", CONTAINERS / "transformer_engine.sh", action, python, folder / "wheels"], capture_output=True,
+        env={**os.environ, "PYTHONPATH": str(folder)}, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    return done, calls.read_text()
+
+
+def test_transformer_engine_is_built_for_the_cuda_of_torch(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("class version: cuda = '13.0'")
+    done, calls = transformer_engine(tmp_path, "build")
+    assert done.returncode == 0, done.stderr
+    headers, wheel = calls.splitlines()
+    assert "nvidia-cuda-runtime==13.0.* nvidia-cuda-crt==13.0.*" in headers
+    assert wheel.endswith(f"--wheel-dir {tmp_path}/wheels transformer-engine-torch=={ENGINE_VERSION}")
 
 
 def install_a_distribution(folder: Path, name: str, version: str, library: bool) -> None:
@@ -151,15 +167,10 @@ def test_transformer_engine_without_its_libraries_fails_the_image(tmp_path: Path
         (folder := tmp_path / str(number)).mkdir()
         install_a_distribution(folder, "transformer_engine_cu13", ENGINE_VERSION, library=True)
         install_a_distribution(folder, "transformer_engine_torch", version, library)
-        python, calls = folder / "python", folder / "calls"
-        write_program(python, PYTHON_WITH_A_PIP_OF_ITS_OWN.format(python=sys.executable, calls=calls))
-        done = subprocess.run(
-            ["bash", CONTAINERS / "transformer_engine.sh", "install", python, folder / "wheels"], capture_output=True,
-            env={**os.environ, "PYTHONPATH": str(folder)}, text=True, timeout=60, check=False,
-        )  # fmt: skip
+        done, calls = transformer_engine(folder, "install")
         assert (done.returncode == 0) == (not says), done.stderr
         assert says in done.stderr
-        assert calls.read_text().endswith(f"transformer-engine[core-cu13,pytorch]=={ENGINE_VERSION}\n")
+        assert calls.endswith(f"transformer-engine[core-cu13,pytorch]=={ENGINE_VERSION}\n")
 
 
 def test_an_image_without_vllm_is_refused_and_no_cuda_library_is_added(tmp_path: Path) -> None:

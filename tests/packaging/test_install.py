@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import write_program
+
 ROOT = Path(__file__).parents[2]
 
 
 def python_of_version(path: Path, version: str) -> Path:
     """A program that answers the script's question for the version and can do nothing else."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f'#!/bin/sh\n[ "$1" = -c ] && echo {version} || exit 9\n')
-    path.chmod(0o755)
-    return path
+    return write_program(path, f'[ "$1" = -c ] && echo {version} || exit 9')
 
 
 def install(python: object, venv: Path, *platform: str) -> subprocess.CompletedProcess[str]:
@@ -63,9 +63,7 @@ def environment_of_stand_ins(folder: Path, version: str) -> Path:
     """A virtual environment that installs nothing: its uv writes the arguments to `calls`."""
     python = python_of_version(folder / "bin" / "python", version)
     python.write_text(python.read_text().replace("|| exit 9", "|| exit 0"))
-    uv = folder / "bin" / "uv"
-    uv.write_text(f'#!/bin/sh\necho "$@" >>{folder}/calls\n')
-    uv.chmod(0o755)
+    write_program(folder / "bin" / "uv", f'echo "$@" >>{folder}/calls')
     return python
 
 
@@ -77,8 +75,7 @@ def test_make_installs_the_pins_of_the_platform_and_the_python(target: str, vers
     for name in ("Makefile", "setup.py", "requirements", "tools/install.sh"):
         (tmp_path / "tools").mkdir(exist_ok=True)
         (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, tmp_path / name)
-    (tmp_path / "tools" / "install_system.sh").write_text(f"#!/bin/sh\ntouch {system}\n")
-    (tmp_path / "tools" / "install_system.sh").chmod(0o755)
+    write_program(tmp_path / "tools" / "install_system.sh", f"touch {system}")
     make = ["make", "--no-print-directory", f"PYTHON={tmp_path}/python", "VENV=venv"]
     subprocess.run([*make, target], cwd=tmp_path, capture_output=True, timeout=30, check=True)
     platform = "gpu" if target == "install-gpu" else "cpu"

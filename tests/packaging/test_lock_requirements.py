@@ -13,7 +13,6 @@ import zipfile
 from collections import defaultdict
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -62,13 +61,39 @@ def test_a_lock_names_versions_and_nothing_of_the_machine_that_wrote_it() -> Non
         assert pins["megatron-core"] == ("0.19.2" if "py312" in lock else "0.16.1")
 
 
-def names_in_wheel(client: httpx.Client, url: str) -> list[str]:
-    """The names in a wheel's table of contents, which is at its end."""
-    for size in (2**16, 2**23):
-        answer = client.get(url, headers={"Range": f"bytes=-{size}"}).raise_for_status()
-        with suppress(zipfile.BadZipFile):  # the table is larger
-            return zipfile.ZipFile(io.BytesIO(answer.content)).namelist()
-    raise AssertionError(f"{url} has no table of contents in its last {size} bytes")
+class RemoteFile(io.RawIOBase):
+    """A file at a URL, of which only the parts that are read are fetched: of a wheel, its table of contents."""
+
+    def __init__(self, client: httpx.Client, url: str) -> None:
+        self.client, self.url, self.place = client, url, 0
+        self.end = self.fetch("-65536")
+        self.size = int(self.headers["Content-Range"].rpartition("/")[2])
+
+    def fetch(self, part: str) -> bytes:
+        answer = self.client.get(self.url, headers={"Range": f"bytes={part}"}).raise_for_status()
+        assert answer.status_code == httpx.codes.PARTIAL_CONTENT
+        self.headers = answer.headers
+        return answer.content
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.place
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self.place = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self.place, os.SEEK_END: self.size}[whence]
+        return self.place
+
+    def read(self, count: int = -1) -> bytes:
+        stop = self.size if count < 0 else min(self.size, self.place + count)
+        begin = self.size - len(self.end)
+        if self.place >= begin:
+            data = self.end[self.place - begin : stop - begin]
+        else:
+            data = self.fetch(f"{self.place}-{stop - 1}") if stop > self.place else b""
+        self.place += len(data)
+        return data
 
 
 def files_with_two_owners(requirements: Iterable[str], python: str, folder: Path) -> dict[str, list[str]]:
@@ -84,7 +109,8 @@ def files_with_two_owners(requirements: Iterable[str], python: str, folder: Path
     with httpx.Client(follow_redirects=True, timeout=60) as client, ThreadPoolExecutor(8) as threads:
 
         def files(package: dict[str, list[dict[str, str]]]) -> list[str]:
-            return [name for each in package.get("wheels", ()) for name in names_in_wheel(client, each["url"])]
+            wheels = package.get("wheels", ())
+            return [name for each in wheels for name in zipfile.ZipFile(RemoteFile(client, each["url"])).namelist()]
 
         for package, names in zip(packages, threads.map(files, packages), strict=True):
             for name in {each for each in names if not each.endswith("/")}:
@@ -100,3 +126,10 @@ def test_no_two_wheels_of_a_gpu_lock_own_one_file(python: str, tmp_path: Path) -
     shared = files_with_two_owners(lock.read_text().splitlines(), python, tmp_path)
     # A script of their builds that both left in their wheels, and that nothing imports.
     assert shared.keys() <= {"build_backend.py"}, shared
+
+
+@pytest.mark.slow
+def test_wheels_that_own_the_same_files_are_found(tmp_path: Path) -> None:
+    shared = files_with_two_owners(["cuda-bindings==13.5.0", "cuda-python==12.6.2.post1"], "3.12", tmp_path)
+    assert len(shared) > 20
+    assert all(name.startswith("cuda/") and len(owners) == 2 for name, owners in shared.items())

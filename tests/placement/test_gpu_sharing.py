@@ -14,6 +14,7 @@ from megatron_webrl.launch.roles import process_specs
 from megatron_webrl.placement.memory_estimate import GIB, check_memory, estimate_memory
 from megatron_webrl.placement.placement import RoleName, check_cluster, gpu_memory_share, place_processes
 from megatron_webrl.placement.placement_table import find_model_config
+from tests.config.conftest import refusal
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 ONE_GPU = CONFIGS / "2b_1gpu.yaml"
@@ -36,13 +37,6 @@ def check(*overrides: str) -> None:
     """The placement, then the memory check. Raises ConfigError."""
     check_cluster(config := made(*overrides))
     check_memory(config, estimate_memory(config, find_model_config(config) or {}))
-
-
-def refusal(*overrides: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        check(*overrides)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*_1gpu.yaml")), ids=lambda path: path.stem)
@@ -94,10 +88,10 @@ def test_what_cannot_share_a_gpu_is_refused_and_the_utilization_that_a_refusal_s
         (("model.platform=cpu", "cluster.colocate=false", "cluster.gpus_per_node=2", "cluster.engine_gpus_per_node=1"),
          "cluster.gpus_per_node=2 with model.platform=cpu"),
     ):  # fmt: skip
-        assert words in refusal(*overrides)
+        assert words in refusal(check, *overrides)
     with pytest.raises(ConfigError, match=r"weights.transport=nccl needs GPUs, but cluster.gpus_per_node=0"):
         check_cluster(parse_config(None, ["weights.transport=nccl"]))
-    suggested = refusal("rollout.gpu_memory_utilization=0.9").rpartition("about ")[2]
+    suggested = refusal(check, "rollout.gpu_memory_utilization=0.9").rpartition("about ")[2]
     check(f"rollout.gpu_memory_utilization={suggested}")
 
 

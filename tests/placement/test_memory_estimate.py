@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from itertools import product
 from typing import Any
 
 import pytest
@@ -31,6 +30,7 @@ from megatron_webrl.placement.memory_estimate import (
     vision_activation_widths,
 )
 from megatron_webrl.weights.engine_map import EngineSizes, engine_parameter_shapes
+from tests.config.conftest import refusal
 from tests.model.test_model_sizes import BILLIONS
 
 GPUS = (
@@ -141,17 +141,6 @@ def test_the_vision_tower_keeps_what_is_estimated() -> None:
         assert found == pytest.approx(dtype.itemsize * (3 * block + rest), rel=0.05), dtype
 
 
-def test_activations_fall_with_recomputation_tensor_and_context_parallelism() -> None:
-    def kept(*overrides: str) -> int:
-        return made("8B", "cluster.nodes=4", *overrides)[1].trainer[0].activations
-
-    none, selective, full = (kept(f"trainer.recompute={name}") for name in ("none", "selective", "full"))
-    assert none > 1.5 * selective > 4 * full
-    for size in ("tensor", "context"):
-        found = kept("trainer.recompute=none", f"trainer.{size}_parallel=2")
-        assert found == pytest.approx(none / 2, rel=0.01)
-
-
 def test_auto_recomputes_the_least_that_leaves_a_tenth_of_a_gpu() -> None:
     description = parameter_counts.config_sections("8B")
     for gib, overrides, chosen in (
@@ -224,17 +213,11 @@ def test_what_does_not_fit_a_card_is_refused_with_what_takes_most() -> None:
         ("8B", ["trainer.tensor_parallel=4", "trainer.recompute=full", "rollout.gpu_memory_utilization=1"],
          "engine needs 80.5 GiB of a GPU, more than cluster.gpu_gib=80"),
     ):  # fmt: skip
-        with pytest.raises(ConfigError) as caught:
-            check_memory(*made(size, *overrides))
-        assert words in str(caught.value)
-        assert "\n" not in str(caught.value)
+        assert words in refusal(check_memory, *made(size, *overrides))
 
 
-def test_every_released_size_of_qwen3_5_can_be_split_and_its_heads_of_linear_attention_too() -> None:
+def test_heads_of_linear_attention_that_cannot_be_split_are_refused() -> None:
     gpus = [*GPUS, "cluster.nodes=4"]
-    for name, tensor in product(parameter_counts.QWEN3_5_NAMES, (1, 2)):
-        config = parse_config(None, [*gpus, f"trainer.tensor_parallel={tensor}", "rollout.tensor_parallel=4"])
-        check_parallel_layout(config, parameter_counts.config_sections(name))
     description = parameter_counts.config_sections("Qwen3.5-9B")
     description["text_config"]["linear_num_key_heads"] = 6
     for source, sizes in (("trainer", (4, 1)), ("rollout", (1, 4))):

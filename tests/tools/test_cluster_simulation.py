@@ -78,6 +78,30 @@ def test_a_shared_server_gives_everybody_the_same() -> None:
     assert [core_rate(4)(count) for count in (1, 4, 8)] == [1, 1, 0.5]
 
 
+@pytest.mark.parametrize("agents", [1, 12])
+def test_a_closed_network_has_the_throughput_of_mean_value_analysis(agents: int) -> None:
+    """A processor-sharing server and a delay: exact for any distribution (Reiser and Lavenberg 1980)."""
+    clock, rng, done = SimulatedClock(), np.random.default_rng(agents), [0]
+    server, think = ProcessorSharingServer(clock, engine_rate(1.0)), 3.0
+
+    def answered() -> None:
+        done[0] += 1
+        clock.call_later(rng.exponential(think), ask)
+
+    def ask() -> None:
+        server.submit(float(rng.uniform(0.0, 2.0)), answered)
+
+    for _ in range(agents):
+        ask()
+    clock.run_until(lambda: done[0] >= 12_000)
+    queue = throughput = 0.0
+    for number in range(1, agents + 1):
+        residence = 1.0 * (1 + queue)
+        throughput = number / (residence + think)
+        queue = throughput * residence
+    assert done[0] / clock.now == pytest.approx(throughput, rel=0.03)
+
+
 def test_each_mode_takes_as_long_as_its_parts() -> None:
     sync = simulate(settings("sync"), EVEN, [cycle(12)])
     assert sync.updates_per_hour == pytest.approx(3600 / (EPISODE + 12 + 1))

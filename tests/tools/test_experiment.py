@@ -16,14 +16,9 @@ from tools.bench import experiment as runner
 from tools.bench.experiment_figures import Run, Target, Task, arm_figures, compared_figures, read_run
 
 
-def jobs_of(name: str, folder: Path, quick: bool) -> runner.Jobs:
-    return runner.Jobs(runner.Experiment.load(name), folder, [], quick, Console())
-
-
-@pytest.mark.parametrize("quick", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", runner.names())
-def test_the_settings_of_every_arm_are_valid_and_no_two_arms_are_the_same(name: str, quick: bool, tmp_path: Path):
-    jobs = jobs_of(name, tmp_path, quick)
+def test_the_settings_of_every_arm_are_valid_and_no_two_arms_are_the_same(name: str, tmp_path: Path):
+    jobs = runner.Jobs(runner.Experiment.load(name), tmp_path, [], False, Console())
     arms = [*jobs.experiment.arms, *([runner.BEFORE] if jobs.experiment.before else ())]
     parsed = [repr(parse_config(jobs.config, jobs.settings(arm, 3))) for arm in arms]
     assert all("seed=3" in each for each in parsed)

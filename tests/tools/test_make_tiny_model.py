@@ -49,9 +49,7 @@ def test_the_tokenizer_keeps_any_text_has_qwens_tokens_and_takes_few_for_an_acti
     assert processor.tokenizer.eos_token == "<|im_end|>"
 
 
-def test_a_folder_with_something_in_it_is_kept_without_force_and_sizes_that_do_not_fit_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_is_kept_without_force_and_sizes_must_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for sizes, words in (
         ({"heads": 3, "kv_heads": 2}, "kv_heads=2 does not divide heads=3"),
         ({"experts": 4, "expert_intermediate": 64}, "must differ from hidden=128"),

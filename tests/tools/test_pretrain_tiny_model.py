@@ -61,16 +61,3 @@ def test_a_model_learns_what_was_shown_and_its_folder_is_whole(tiny_model: Path,
     assert {tensor.dtype for tensor in after.values()} == {torch.bfloat16}
     assert {path.name for path in (tmp_path / "out").iterdir()} == {path.name for path in tiny_model.iterdir()}
     assert Processor.load(str(tmp_path / "out")).image_token_id == processor.image_token_id
-
-
-def test_the_loss_of_a_batch_is_that_of_its_parts(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(pretraining, "JITTER", 0.0)
-    processor = Processor.load(str(tiny_model))
-    samples = pretraining.read_samples(demonstrations(tmp_path / "shown", processor), processor)
-    assert len({pretraining.sample_length(sample) for sample in samples}) == 2
-    model = pretraining.load_model(tiny_model)
-    heads = pretraining.ClickHeads(model.config.text_config.hidden_size)
-    with torch.no_grad():
-        whole = torch.stack(pretraining.compute_loss(model, heads, samples, processor))
-        parts = [torch.stack(pretraining.compute_loss(model, heads, [sample], processor)) for sample in samples]
-    assert torch.allclose(whole, torch.stack(parts).sum(dim=0), rtol=1e-5)

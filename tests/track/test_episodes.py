@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import resource
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from megatron_webrl.ring.segment import RecordError
 from megatron_webrl.track import episodes
 from megatron_webrl.track.episodes import FOLDER, INDEX_FILE, EpisodeLog, EpisodeStore, record_files
 from megatron_webrl.util import history
+from tests.file_faults import file_size_limit
 from tests.trajectories import screenshot, trajectory
 
 MIB = 2**20
@@ -28,9 +28,7 @@ def dispositions(folder: Path) -> list[tuple[int, int, str, int]]:
     ]
 
 
-def test_every_episode_is_a_line_and_a_resume_deletes_those_after_its_checkpoint(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_every_episode_is_a_line_until_a_resume_deletes_it(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     assert episodes.read_lines(tmp_path) == []
     first = EpisodeLog(tmp_path, 0)
     first.add(trajectory(0, 1, steps=2, prompt=7, response=4, version=5), None, 6)
@@ -125,12 +123,8 @@ def test_files_of_workers_that_a_resumed_run_no_longer_has_count_and_are_deleted
 
 def test_a_disk_that_takes_no_more_costs_episodes_and_raises_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     store = EpisodeStore(tmp_path / "full", MIB)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-    try:
+    with file_size_limit(1000):
         store.add(group(0))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not record_files(store.folder)
     assert "cannot be written" in caplog.text
     store.add(group(1))

@@ -134,9 +134,7 @@ def recorded(config: Config) -> list[str]:
     return [evaluation_name(line["kind"], line["variant"]) for line in lines]
 
 
-def test_a_run_is_evaluated_before_during_and_after_training(
-    address: Path, control: ControlClient, config: Config, one_rank: None
-):
+def test_a_run_is_evaluated_before_during_after(address: Path, control: ControlClient, config: Config, one_rank: None):
     tracker = MLflowTracker(config)
     engines: Any = Engines(config, waiting=1, version=0)
     evaluation, worker = scheduler(config, control), Worker(address, engines, AFTER[-1])
@@ -195,9 +193,7 @@ def test_a_trainer_that_was_killed_between_variants_repeats_none_that_is_complet
     assert recorded(config) == names
 
 
-def test_an_evaluation_that_a_spent_budget_ends_is_not_recorded_and_runs_again(
-    control: ControlClient, config: Config, one_rank: None
-):
+def test_an_evaluation_that_a_spent_budget_ends_runs_again(control: ControlClient, config: Config, one_rank: None):
     control.request_stop(BUDGET_SPENT)
     evaluation = scheduler(config, control)
     evaluation.run_before_training(0, Engines(config, waiting=1))
@@ -214,9 +210,7 @@ def test_an_evaluation_that_a_spent_budget_ends_is_not_recorded_and_runs_again(
 
 
 @pytest.mark.parametrize("running", [False, True])
-def test_a_final_evaluation_that_an_early_end_costs_is_known(
-    control: ControlClient, config: Config, one_rank: None, running: bool
-):
+def test_an_early_end_costs_a_final_evaluation(control: ControlClient, config: Config, one_rank: None, running: bool):
     evaluation = scheduler(config, control)
     stop = threading.Timer(0.5 if running else 0, lambda: control.request_stop(PREEMPTED))
     stop.start()
@@ -255,9 +249,7 @@ def test_the_last_evaluation_waits_for_weights_and_a_failing_run_folder_costs_it
         assert evaluation._is_due("during", "", 8)
 
 
-def test_without_workers_an_evaluation_ends_at_its_time_limit_and_during_training_at_once(
-    control: ControlClient, config: Config, one_rank: None
-):
+def test_without_workers_an_evaluation_ends_at_its_time_limit(control: ControlClient, config: Config, one_rank: None):
     engines: Any = Engines(config)
     evaluation = scheduler(config, control)
     config.evaluation.timeout_seconds = 3600.0

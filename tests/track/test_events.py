@@ -25,9 +25,7 @@ for number in range(200):
 """
 
 
-def test_an_event_has_role_host_and_reason_and_a_resumed_run_has_several_jobs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_event_has_role_host_and_reason_and_a_run_has_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert events_of_last_job(read_events(tmp_path)) == []
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
     event_log = EventLog(tmp_path, 3)
@@ -67,9 +65,7 @@ def test_broken_lines_are_skipped_and_unknown_fields_ignored(tmp_path: Path) -> 
     assert [event.role for event in read_events(tmp_path)] == ["trainer-0", "trainer-1"]
 
 
-def test_a_lock_that_is_never_released_delays_a_supervisor_only_briefly(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_that_is_never_released_delays_only_briefly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(history, "LOCK_TIMEOUT_SECONDS", 0.2)
     holder = (
         "import fcntl, sys; file = open(sys.argv[1], 'ab'); fcntl.lockf(file, fcntl.LOCK_EX);"

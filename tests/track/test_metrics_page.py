@@ -112,10 +112,3 @@ def test_every_metric_on_the_page_is_computed_or_named_by_its_module():
         for name in names:
             computed = any(matches(name, example) for example in EXAMPLES)
             assert computed or f'"{name.partition("<")[0]}' in source, f"{name} of {module}"
-
-
-def test_a_label_of_a_family_has_no_further_part():
-    assert matches("success_rate/<environment>", "success_rate/shop")
-    assert undocumented(["success_rate/shop/cart", "success_rate/", "entropy/success", "loss"]) == [
-        "success_rate/", "success_rate/shop/cart",
-    ]  # fmt: skip

@@ -18,7 +18,7 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.track import mlflow_upload, summary
 from megatron_webrl.track.evaluations import EvaluationLog, EvaluationRequest, aggregate_results
 from megatron_webrl.track.metrics import UPDATES_FILE
-from megatron_webrl.track.mlflow_upload import STATE_FILE, MLflowTracker, Uploader, UploadState, count_unsent
+from megatron_webrl.track.mlflow_upload import MLflowTracker, Uploader, UploadState, count_unsent
 from tests.file_faults import FileFaults
 from tests.track.mlflow_server import black_hole, mlflow_server
 from tests.waiting import until
@@ -97,9 +97,7 @@ def check_run(uri: str, run_id: str | None, status: str = "FINISHED") -> list[st
 
 
 @pytest.mark.slow
-def test_a_server_that_fails_costs_no_time_and_gets_everything_once_it_answers(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_a_server_that_fails_gets_everything_once_it_answers(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.INFO, "megatron_webrl"), mlflow_server(tmp_path / "server", start=False) as server:
         tracker = MLflowTracker(config := make_config(tmp_path, server.uri))
         log_updates(config, range(1, UPDATES))
@@ -145,9 +143,7 @@ def test_the_end_waits_up_to_a_limit_for_a_black_hole_and_says_how_to_send_the_r
     assert count_unsent(config.run_folder) == 0
 
 
-def test_a_restarted_trainer_continues_the_run_and_sends_what_replaces_rolled_back_updates_alone(
-    config: Config, store: str
-):
+def test_a_restarted_trainer_continues_the_run_and_sends_updates_that_replace_others_alone(config: Config, store: str):
     first = MLflowTracker(config)
     log_updates(config, range(1, 7))
     wait_until_sent(first)
@@ -210,16 +206,6 @@ def test_a_run_whose_trainer_was_killed_is_failed_once_it_is_uploaded(config: Co
     assert "summary.json" in check_run(store, killed.run_id, "FAILED")
 
 
-def test_a_run_ends_although_its_disk_has_failed(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    config = make_config(tmp_path, "http://127.0.0.1:9")  # nobody listens
-    tracker = MLflowTracker(config)
-    log_updates(config, range(1, 4))
-    with FileFaults(config.run_folder, 1, errno.EROFS, until=1_000_000):
-        tracker.close("FINISHED")
-    assert f"has not received 5 entries of {config.run_folder}" in caplog.text
-    assert f"{STATE_FILE} cannot be written: [Errno 30]" in caplog.text
-
-
 def test_lines_for_which_the_disk_has_no_room_are_sent_once_it_has(config: Config, store: str):
     tracker = MLflowTracker(config)
     updates, evaluations = summary.open_updates(config.run_folder), EvaluationLog(config.run_folder)
@@ -237,9 +223,7 @@ def test_lines_for_which_the_disk_has_no_room_are_sent_once_it_has(config: Confi
     assert history(store, tracker.run_id, "evaluation/missing") == [3]
 
 
-def test_lines_that_mlflow_can_never_store_are_reported_and_do_not_hold_up_the_rest(
-    config: Config, store: str, caplog: pytest.LogCaptureFixture
-):
+def test_lines_that_mlflow_cannot_store_hold_up_no_others(config: Config, store: str, caplog: pytest.LogCaptureFixture):
     updates = summary.open_updates(config.run_folder)
     updates.append(update_line(1), update_line(2, **{"a metric?": 1.0}), update_line(3))
     with (config.run_folder / UPDATES_FILE).open("a") as file:

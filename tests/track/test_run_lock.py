@@ -166,7 +166,7 @@ def test_processes_find_their_launch_and_hold_its_lock(tmp_path: Path) -> None:
         pass
 
 
-def test_a_file_system_without_locks_or_that_fails_will_do(
+def test_a_file_system_without_locks_will_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*_: object) -> None:

@@ -83,9 +83,7 @@ def test_a_process_leaves_the_spans_of_its_threads_and_its_clocks(config: Config
     assert not config.run_folder.exists()
 
 
-def test_the_files_of_a_process_are_bounded_and_the_newest_spans_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_files_of_a_process_keep_the_newest_spans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder, "FILE_BYTES", 2000)
     timeline = Timeline(recording=True)
     files = TimelineFiles(tmp_path, "trainer-0", 0, timeline)

@@ -6,6 +6,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -32,7 +35,7 @@ pytestmark = [
 ]
 NODES = ("n1", "n2", "n3", "n4")
 ROLES = (("n1", "trainer-0"), ("n2", "trainer-1"), ("n1", "rollout-0"), ("n2", "rollout-1"))
-CUT_SECONDS = 60.0
+CUT_SECONDS, STOP_SECONDS = 60.0, 30.0
 SLURMD_SECONDS = 120  # time after which Slurm sees a node that does not answer as down: longer than the cut of a link
 UPDATES = 32
 OPEN_TICKETS_AT_END = 4  # (max_staleness + 1) * groups_per_update of tests/tiny_settings.py
@@ -85,6 +88,36 @@ def cut_link(job: Job) -> None:
         time.sleep(CUT_SECONDS)
 
 
+def kill_control(job: Job) -> None:
+    """The control service is killed three times, and then stopped."""
+    killed: set[psutil.Process] = set()
+    for stopped in (False, False, False, True):
+        until(lambda: job.process("n1", "control") not in {None, *killed}, "a control service", 300)
+        process = job.process("n1", "control")
+        assert process is not None
+        if not stopped:
+            process.kill()
+            killed.add(process)
+            time.sleep(5.0)
+    process.send_signal(signal.SIGSTOP)
+    try:
+        time.sleep(STOP_SECONDS)
+    finally:
+        process.send_signal(signal.SIGCONT)
+
+
+def fill_shared_memory(job: Job) -> None:
+    """A neighbour leaves 64 KiB in a node's /dev/shm until two updates have followed."""
+    status, last = os.statvfs(job.cluster.path("n2", "/dev/shm")), job.version()
+    used = (status.f_blocks - status.f_bfree) * status.f_frsize // 1024
+    inside = ("nsenter", f"--target={job.cluster.first_process('n2')}", "--mount", "mount", "-o")
+    subprocess.run([*inside, f"remount,size={used + 64}k", "/dev/shm"], check=True)
+    try:
+        until(lambda: job.version() >= last + 2, "updates with a full /dev/shm", 300)
+    finally:
+        subprocess.run([*inside, "remount,size=50%", "/dev/shm"], check=True)
+
+
 def kill_rank(job: Job) -> None:
     """A trainer rank is killed: the ranks of both nodes start again, and the workers stay."""
     workers = [job.process(*role) for role in ROLES[2:]]
@@ -117,7 +150,7 @@ def check_end(job: Job, *nodes: str) -> None:
     assert run_problems(job.run, UPDATES, OPEN_TICKETS_AT_END) == []
 
 
-@pytest.mark.parametrize("fault", [lose_node, cut_link, kill_rank])
+@pytest.mark.parametrize("fault", [lose_node, cut_link, kill_control, fill_shared_memory, kill_rank])
 def test_a_job_goes_on_after_a_fault_of_the_cluster(fault: Callable[[Job], None], tmp_path: Path) -> None:
     lost = fault is lose_node
     with virtual_slurm(4, namespaces=True, shared=[tmp_path], slurmd_seconds=SLURMD_SECONDS) as cluster:
@@ -126,10 +159,13 @@ def test_a_job_goes_on_after_a_fault_of_the_cluster(fault: Callable[[Job], None]
         fault(job)
         last = job.version()
         until(lambda: job.version() > last, lambda: f"an update after the fault: {log(tmp_path)}", JOB_SECONDS)
-        assert fault is not cut_link or job.started() == started
+        assert lost or fault is kill_rank or job.started() == started
         check_end(job, *(node for node in NODES if not lost or node != "n2"))
         assert int(cluster.show(job.id)["Restarts"]) == lost
-    restarts = [restart["role"] for restart in summary.read_summary(job.run)["restarts"]]
+    assert fault is not kill_control or "starting it again (restart 3 of 30 an hour)" in log(tmp_path)
+    restarts = [
+        restart["role"] for restart in summary.read_summary(job.run)["restarts"] if restart["role"] != "control"
+    ]
     assert restarts == ["trainer-1"] * (fault is kill_rank)
 
 

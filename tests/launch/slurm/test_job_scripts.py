@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.launch.slurm.slurm_jobs import ROOT, SCRIPTS
-from tests.waiting import until
+from tests.waiting import until, write_program
 
-SRUN = """#!/bin/bash
-printf '%q ' "$@" >>"$CALLS"; echo >>"$CALLS"
+SRUN = """printf '%q ' "$@" >>"$CALLS"; echo >>"$CALLS"
 case " $* " in
     *" node ${DIES_AT:-none} "*) exit "$CODE" ;;
     *" node prepare "*) echo runs/contained/config.yaml ;;
@@ -27,8 +26,7 @@ case " $* " in
     *" node stop "*) touch "$CALLS.stop" ;;
 esac
 """
-SCONTROL = """#!/bin/bash
-case "$*" in
+SCONTROL = """case "$*" in
     "show hostnames"*) printf 'n1\\nn2\\nn3\\n' ;;
     "show node"*) echo "NodeName=$4 NodeAddr=127.0.0.1" ;;
     "show job"*)
@@ -44,8 +42,7 @@ esac
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
+        write_program(tmp_path / name, text)
     (tmp_path / "calls").touch()
     kept = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")}
     return {
@@ -77,9 +74,7 @@ def run(script: str, environment: dict[str, str]) -> int:
     return subprocess.run(job, cwd=ROOT, env=environment, timeout=60, check=False).returncode
 
 
-def test_every_step_of_a_job_uses_the_container_that_the_first_one_made(
-    tmp_path: Path, environment: dict[str, str]
-) -> None:
+def test_every_step_uses_the_container_that_the_first_one_made(tmp_path: Path, environment: dict[str, str]) -> None:
     given = {"CONTAINER": "nvcr.io#nvidia/pytorch:26.01-py3", "MOUNTS": "/data:/data"}
     first, *steps = run_until_preempted(tmp_path, environment | given)
     assert first[-1] == "true"  # on all nodes, before two steps can start on one of them
@@ -93,9 +88,7 @@ def test_every_step_of_a_job_uses_the_container_that_the_first_one_made(
         assert f"--container-mounts={ROOT}:{ROOT},/data:/data" in call
 
 
-def test_a_job_without_a_container_is_requeued_although_slurm_does_not_answer_at_first(
-    tmp_path: Path, environment: dict[str, str]
-) -> None:
+def test_a_job_is_requeued_although_slurm_does_not_answer_at_first(tmp_path: Path, environment: dict[str, str]) -> None:
     found = run_until_preempted(tmp_path, environment | {"SILENT": "1"})
     assert (tmp_path / "calls.asked").exists()
     assert found[0][found[0].index("node") + 1] == "prepare"
@@ -103,7 +96,7 @@ def test_a_job_without_a_container_is_requeued_although_slurm_does_not_answer_at
 
 
 @pytest.mark.parametrize(("step", "code"), [("prepare", 143), ("choose", 76)])
-def test_a_job_that_is_preempted_before_its_start_is_requeued(
+def test_a_job_preempted_before_its_start_is_requeued(
     tmp_path: Path, environment: dict[str, str], step: str, code: int
 ) -> None:
     """The signal ends the steps of the job, too; without a report of a check no node can be chosen."""

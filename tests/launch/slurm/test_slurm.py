@@ -24,7 +24,7 @@ from tests.launch.slurm.virtual_nodes import address
 from tests.launch.slurm.virtual_slurm import Cluster, free_ports, virtual_slurm, why_not
 from tests.monitor.finished_jobs import check_timeline
 from tests.tiny_settings import SETTINGS
-from tests.waiting import until
+from tests.waiting import until, write_program
 from tools.bench import recorded_groups
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
@@ -133,9 +133,8 @@ def test_two_nodes_are_checked_with_each_other_and_reported(four: Cluster, tmp_p
 @pytest.mark.slow
 def test_a_job_excludes_a_bad_node(tmp_path: Path) -> None:
     """No browser starts on n2. With a third node the job runs without n2; with two nodes it fails with the reason."""
-    program = tmp_path / "program"
-    program.write_text(f'#!/bin/sh\n[ "$SLURMD_NODENAME" != n2 ] || exit 9\nexec {find_chromium()} "$@"\n')
-    program.chmod(0o755)
+    text = f'[ "$SLURMD_NODENAME" != n2 ] || exit 9\nexec {find_chromium()} "$@"'
+    program = write_program(tmp_path / "program", text)
     sizes = ("cluster.nodes=2", "trainer.data_parallel=2", "rollout.engines=2", f"browser.executable={program}")
     with virtual_slurm(3) as cluster:
         for nodes, state, chosen in ((3, "COMPLETED", "job: nodes: n1 n3"), (2, "FAILED", "1 of 2 nodes passed")):
@@ -155,13 +154,7 @@ def test_a_job_excludes_a_bad_node(tmp_path: Path) -> None:
 # -- scripts without a cluster ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("script", "config"),
-    [
-        ("train_32node.sh", "8b_32node"),
-        ("train_cpu.sh", "quickstart"),
-    ],
-)
+@pytest.mark.parametrize(("script", "config"), [("train_32node.sh", "8b_32node"), ("train_cpu.sh", "quickstart")])
 def test_a_dry_run_shows_every_process_without_a_cluster(script: str, config: str) -> None:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")}
     done = subprocess.run(
@@ -177,13 +170,6 @@ def test_a_dry_run_shows_every_process_without_a_cluster(script: str, config: st
         assert not process.devices or f"CUDA_VISIBLE_DEVICES={','.join(map(str, process.devices))} " in line
 
 
-def _program(folder: Path, name: str, text: str) -> Path:
-    """A stand-in of a program, first on PATH if its folder is."""
-    (folder / name).write_text(f"#!/bin/bash\n{text}\n")
-    (folder / name).chmod(0o755)
-    return folder / name
-
-
 def _common(folder: Path, command: str, **environment: str) -> str:
     """What a function of common.sh prints."""
     path = f"{folder}:{os.environ['PATH']}"
@@ -197,7 +183,7 @@ def test_a_node_whose_name_resolves_to_loopback_is_reached_by_its_address(tmp_pa
     for given, expected in (
         ("127.0.0.1", r"127\.0\.0\.1"), ("localhost", r"(?!127\.)[\d.]+"), ("10.1.2.3", r"10\.1\.2\.3"),
     ):  # fmt: skip
-        _program(tmp_path, "scontrol", f"echo NodeName=n1 NodeAddr={given} NodeHostName=n1")
+        write_program(tmp_path / "scontrol", f"echo NodeName=n1 NodeAddr={given} NodeHostName=n1")
         assert re.fullmatch(expected, _common(tmp_path, "address_of n1"))
 
 
@@ -207,7 +193,7 @@ def test_browsers_know_the_addresses_of_all_nodes_of_the_job(tmp_path: Path) -> 
 "hostnames b"*) echo 10.1.2.4 ;;
 "node "*) echo NodeName=n1 NodeAddr=10.1.2.3 NodeHostName=n1; echo NodeName=n2 NodeAddr=2001:db8::7 NodeHostName=n2 ;;
 esac"""
-    _program(tmp_path, "scontrol", text)
+    write_program(tmp_path / "scontrol", text)
     groups = {f"SLURM_JOB_NODELIST{name}": value for name, value in
               (("", "a[1-2]"), ("_HET_GROUP_0", "a[1-2]"), ("_HET_GROUP_1", "b1"))}  # fmt: skip
     found = set(_common(tmp_path, "export_job_addresses; printenv WEBRL_JOB_ADDRESSES", **groups).split(","))
@@ -218,7 +204,7 @@ def test_modules_and_an_apptainer_image_are_used_for_every_command(tmp_path: Pat
     """Neither is installed: stand-ins record how they are called."""
     calls = tmp_path / "calls"
     text = f'echo "$@" >>{calls}\nwhile [ "$1" != my.sif ]; do shift; done\nshift\nexec "$@"'
-    _program(tmp_path, "apptainer", text)
+    write_program(tmp_path / "apptainer", text)
     environment = {
         **os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "DRY_RUN": "1", "PYTHON": sys.executable,
         "CONTAINER": "my.sif", "MOUNTS": "/data:/data", "MODULES": "cuda/12.8 gcc/13",

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.model import parameter_counts
+from megatron_webrl.model.hf_config import load_hf_config, read_model_config
 from megatron_webrl.model.parameter_counts import count_parameters
+from megatron_webrl.model.processor import Processor
+from megatron_webrl.model.qwen3_5 import delta_net
+from megatron_webrl.model.vision_language.packed_input import PackedInput
 from megatron_webrl.placement import model_shape
 from megatron_webrl.placement.cost_model import EngineCosts, PassSeconds, StageCosts
 from megatron_webrl.placement.hardware import CARDS, Rates
@@ -25,6 +33,8 @@ from megatron_webrl.placement.prediction import (
     predict_training,
 )
 from megatron_webrl.trainer.data.packing import FlopsEstimator
+from megatron_webrl.trainer.data.sequence_packer import SequencePacker
+from tests.trainer.growing_prompts import episode, random_tokens, step
 
 LENGTHS = EpisodeLengths()
 H100 = Rates.of_card(CARDS["H100"])
@@ -144,12 +154,45 @@ def test_gradients_travel_only_between_replicas() -> None:
     assert found == pytest.approx(6 * local / 2 / 1e9)  # float32 one way and bfloat16 back, half stays
 
 
+def test_shared_tokens_are_computed_once_and_appended_turns_are_one_sequence() -> None:
+    every, none = (predicted("8B", f"trainer.merge_prefixes={choice}") for choice in ("all", "none"))
+    assert every.tokens < none.tokens
+    append = predicted("8B", "rollout.context.policy=append")
+    assert append.tokens < every.tokens
+
+
+def packed_shape(packed: PackedInput) -> MicrobatchShape:
+    """The shape of a micro-batch whose sequences may branch: a segment's tokens attend to those of its ancestors."""
+    assert packed.parents is not None
+    starts, parents = packed.cu_seqlens.tolist(), packed.parents.tolist()
+    lengths = [stop - start for start, stop in pairwise(starts)]
+    before: list[int] = []  # tokens of the ancestors of each segment; parents come first
+    for parent in parents:
+        before.append(0 if parent < 0 else before[parent] + lengths[parent])
+    alone = MicrobatchShape.of_sequences(lengths, len(packed.scored_positions), packed.grids.tolist())
+    pairs = sum(length * earlier for length, earlier in zip(lengths, before, strict=True))
+    return replace(alone, pairs=alone.pairs + pairs)
+
+
+def test_a_packed_tree_has_the_operations_that_the_trainer_counts(tiny_model: Path) -> None:
+    processor, cost = Processor.load(tiny_model), FlopsEstimator.from_hf_config(load_hf_config(tiny_model))
+    start = random_tokens(0, 90)
+    branches = [step(np.concatenate([start, random_tokens(seed, 20 * seed)]), random_tokens(9, 7)) for seed in (1, 2)]
+    samples = [*branches, *episode(processor, 0, (6, 2))]
+    packer = SequencePacker(processor, 4000, torch.device("cpu"), 0, 1, cost)
+    [batch] = packer.build(samples, "token_mean", 1)
+    assert (batch.inputs.parents >= 0).any()
+    model = ModelShape.from_description(read_model_config(str(tiny_model)))
+    assert model.useful(packed_shape(batch.inputs)) == pytest.approx(3 * batch.operations, rel=1e-6)
+
+
 # -- linear attention ------------------------------------------------------------------------------
 
 LINEAR = {
     "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 1, "linear_num_value_heads": 2,
     "linear_key_head_dim": 3, "linear_value_head_dim": 5, "linear_conv_kernel_dim": 4,
 }  # fmt: skip
+SPARSE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 7, "shared_expert_intermediate_size": 9}
 SHAPE = MicrobatchShape.of_sequences([192, 64], 4, [])
 RULE = 6 * 2 * 3 * 5  # two heads: three products with the state
 BETWEEN = 2 * (2 * 64 * (3 + 3 + 5) + 64 * (3 + 5))  # tokens of a chunk; the triangular system is half full
@@ -161,6 +204,25 @@ def linear_model(**text: Any) -> ModelShape:
 
 def seconds(of: ModelShape, rates: Rates, *overrides: str, training: bool = True) -> PassSeconds:
     return StageCosts(made(*overrides), of, rates, SHAPE, 0).seconds(training)
+
+
+def test_a_layer_projects_convolves_and_applies_the_rule() -> None:
+    assert model_shape.CHUNK == delta_net.CHUNK
+    found = linear_model()
+    channels, values = 3 + 3 + 10, 10  # query, key, values; the gate has the width of the values
+    projections = 8 * (channels + values + 2 * 2) + values * 8 + 4 * channels
+    assert found.projections(0, SHAPE) == 2 * 256 * (projections + 3 * 8 * 16)
+    assert found.projections(1, SHAPE) == 2 * 256 * (8 * (2 * 8 + 4 + 4) + 8 * 8 + 3 * 8 * 16)  # a gate beside q
+    assert (found.attention(0, SHAPE), found.delta_rule(1, SHAPE)) == (0, 0)
+    assert found.attention(1, SHAPE) == 4 * (192 * 193 / 2 + 64 * 65 / 2) * 8
+    assert found.delta_rule(0, SHAPE) == 256 * RULE
+    assert found.chunked_delta_rule(0, SHAPE) == 256 * (RULE + BETWEEN)
+
+
+def test_every_token_meets_router_shared_expert_and_its_gate() -> None:
+    dense, sparse = (linear_model(**more).projections(1, SHAPE) for more in ({}, SPARSE))
+    assert sparse - dense == 2 * 256 * 8 * (6 + 3 * 9 + 1 - 3 * 16)
+    assert linear_model(**SPARSE).experts(1, SHAPE) == 2 * 256 * 2 * 3 * 8 * 7
 
 
 def test_the_rule_takes_arithmetic_and_traffic_or_the_chunks_of_a_sequence_in_turn() -> None:
@@ -233,6 +295,13 @@ def test_requests_in_the_engine_balance_those_in_browsers() -> None:
     assert episodes - found.requests == pytest.approx(LENGTHS.browser_seconds / found.step_seconds, rel=1e-6)
 
 
+def test_slow_browsers_leave_the_engine_idle() -> None:
+    slow = generated("8B", lengths=EpisodeLengths(browser_seconds=10000.0))
+    assert slow.requests < 1
+    one = slow.step_seconds  # of one request alone
+    assert slow.response_tokens_per_second == pytest.approx(4 * 32 * 240 / (10000 + one), rel=0.01)
+
+
 def test_engines_compute_no_more_requests_than_their_limit() -> None:
     quick = EpisodeLengths(browser_seconds=0.01)
     assert generated("8B", lengths=quick).requests > 30
@@ -246,3 +315,9 @@ def test_more_engines_and_a_fuller_cache_are_faster() -> None:
     assert append.hit_rate > 0.5 > one.hit_rate > 0
     assert append.parts["prefill"] / append.prompt_tokens < one.parts["prefill"] / one.prompt_tokens
     assert append.parts["images"] == one.parts["images"]  # the one new screenshot
+
+
+def test_an_fp8_cache_and_tensor_parallel_ranks_shorten_a_token() -> None:
+    plain = engine().decode(64, 4000)
+    assert engine("rollout.engine_options.kv_cache_dtype=fp8").decode(64, 4000) < plain
+    assert plain / 2 < engine("rollout.tensor_parallel=2").decode(64, 4000) < plain

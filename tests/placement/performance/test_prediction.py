@@ -48,11 +48,9 @@ def test_card_and_lengths_of_a_prediction_are_chosen(tmp_path: Path, capsys: pyt
 def test_what_cannot_be_predicted_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     for words, message in (
         (["--card", "H100"], "--card is for --time; add --time"),
-        (["--search", "3"], "--search is for --time; add --time"),
         (["--time", "model.dtype=float32"], "model.dtype=float32 has no prediction"),
         (["--time", "model.path=somewhere"], "--time: model.path=somewhere is no folder"),
         (["--time", "--lengths", "response_tokens=20000"], "exceeds trainer.tokens_per_microbatch=16384"),
-        (["--time", "--lengths", "steps=0"], "--lengths steps=0"),
         (["--time", "--lengths", "pages=3"], "--lengths pages=3"),
         (["--time", "--lengths", "steps=few"], "'few' is no number"),
         (["--time", "--search", "3", "evaluation.only=true"], "a search needs a trainer"),
@@ -83,9 +81,7 @@ def test_the_search_finds_the_fastest_layout_that_fits() -> None:
     assert config.trainer.tensor_parallel == 4  # the search leaves the configuration alone
 
 
-def test_the_command_shows_the_fastest_layouts_and_engines_without_a_trainer(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_command_shows_the_fastest_layouts_and_engines_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["placement", EIGHT, "--time", "--search", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1].endswith("layouts fit; predicted, not measured")
