@@ -119,21 +119,6 @@ def test_a_trace_fits_the_format_and_names_processes_by_role_and_node(tmp_path: 
     assert not names & {"update 1", "ticket 8"}
 
 
-def test_episodes_at_the_same_time_have_rows_of_their_own_and_later_ones_use_them_again(tmp_path: Path) -> None:
-    spans = [
-        *episode(1, 0, 0.0, [("reset", 4.0)], "success"),
-        *episode(1, 1, 1.0, [("reset", 1.0)], "success"),
-        *episode(2, 0, 2.5, [("reset", 1.0)], "success"),
-        *episode(2, 1, 3.0, [("reset", 9.0)], "success"),
-    ]
-    write_process(tmp_path, "rollout-0", spans)
-    events = trace_events(read_timeline(tmp_path))
-    assert not trace_problems(events)
-    row = {event["name"]: event["tid"] for event in events if event["name"].startswith("episode ")}
-    assert len(set(row.values())) == 3
-    assert row["episode 1.1"] == row["episode 2.0"]
-
-
 def test_a_step_in_the_browser_shows_its_parts(tmp_path: Path) -> None:
     write_process(tmp_path, "rollout-0", episode(1, 0, 0.0, [("generate", 1.0), ("act", 0.8)], "success"))
     events = trace_events(read_timeline(tmp_path))

@@ -125,17 +125,6 @@ def test_groups_of_megatrons_own_order_lie_inside_nodes_wherever_they_fit(config
     assert inside(copies) == config.cluster.nodes * (share // len(copies[0]))
 
 
-def test_an_engine_larger_than_its_share_of_a_node_is_cut_between_stages() -> None:
-    found = place_processes(made(*EIGHT, "cluster.nodes=4", "rollout.tensor_parallel=4", "rollout.pipeline_parallel=2"))
-    parts = [(p.name, p.node, p.devices) for p in found.of_role("rollout")]
-    last = (4, 5, 6, 7)
-    assert parts == [
-        ("rollout-0", 0, last), ("rollout-0.follower-1", 1, last),
-        ("rollout-1", 2, last), ("rollout-1.follower-1", 3, last),
-    ]  # fmt: skip
-    assert [ring.workers for ring in found.rings] == [(0,), (), (1,), ()]
-
-
 def test_cores_are_taken_near_a_processs_gpu_first_and_the_rest_shared_by_workers() -> None:
     described = "cluster.numa_cores=['0-15,32-47','16-31,48-63']"
     found = place_processes(made(*EIGHT, described, "trainer.image_workers=1", "cluster.nics=[a,a,b,b,c,c,d,d]"))
@@ -155,15 +144,6 @@ def test_cores_are_taken_near_a_processs_gpu_first_and_the_rest_shared_by_worker
         settings = (f"cluster.numa_cores=[0-{cores - 1}]", f"trainer.image_workers={image_workers}")
         ranks = place_processes(made(*EIGHT, *settings)).of_role("trainer")
         assert {len(process.cores) for process in ranks} == {expected}, settings
-
-
-def test_machines_without_gpus_share_their_cores_by_process() -> None:
-    two = ("cluster.nodes=2", "trainer.tensor_parallel=2", "trainer.data_parallel=2", "rollout.engines=2")
-    found = place_processes(made(*two, "cluster.numa_cores=['0-5']"))
-    assert [(p.name, p.devices, p.cores) for p in found.on_node(1)] == [
-        ("trainer-2", (), (0, 1)), ("trainer-3", (), (2, 3)), ("rollout-1", (), (4, 5))
-    ]  # fmt: skip
-    assert all(process.cores == () for process in place_processes(made(*two)).processes)
 
 
 def test_a_configuration_that_describes_no_machines_has_one_node_without_gpus() -> None:

@@ -76,17 +76,6 @@ def test_an_episode_is_read_back_by_its_line_of_the_index_and_at_no_other_positi
             read_record(path, position)
 
 
-def test_the_oldest_files_are_deleted_beyond_the_limit(tmp_path: Path):
-    store = EpisodeStore(tmp_path, 4 * 2 * SIZE)
-    for ticket in range(10):
-        store.add(group(ticket))
-    names = [path.name for path in record_files(tmp_path)]
-    assert names == [f"{number:08d}.records" for number in range(11 - len(names), 11)]
-    assert 2 <= len(names) <= 4
-    assert sum(path.stat().st_size for path in record_files(tmp_path)) <= store.limit_bytes
-    assert len(list(history.read(tmp_path / INDEX_FILE))) == 20, "the index still knows the others"
-
-
 def test_a_restarted_worker_continues_its_numbers_and_counts_what_is_there(tmp_path: Path):
     first = EpisodeStore(tmp_path, MIB)
     first.add(group(0))
