@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 
 from megatron_webrl.trainer.checkpoint.checkpoint_state import ForkedTask, ForkedTaskError
-from tests.waiting import until
+from tests.waiting import exit_code, fork, until
 
 
 def test_a_task_returns_more_than_a_pipe_holds_and_a_finished_one_is_no_zombie() -> None:
@@ -40,3 +41,14 @@ def test_what_fails_is_killed_or_late_says_so_in_one_line_and_is_gone() -> None:
         with pytest.raises(ForkedTaskError, match=message):
             task.result()
         assert not psutil.pid_exists(task.pid)
+
+
+def test_a_task_dies_with_the_process_that_started_it(tmp_path: Path) -> None:
+    def start_and_die() -> None:
+        task = ForkedTask(lambda: time.sleep(60), 60)
+        (tmp_path / "pid").write_text(str(task.pid))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert exit_code(fork(start_and_die)) == -signal.SIGKILL
+    pid = int((tmp_path / "pid").read_text())
+    until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, "its end", 10)

@@ -2,12 +2,10 @@
 
 Version 0 is the configuration's model, version n the n-th folder's weights, sent when `go/<n>` is among the facts; the
 first rank sets `sent/<n>` to the result.
-With `go/forever` it sends the folders' weights in a loop without waiting.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,16 +34,11 @@ def run(rank: RankInfo, config_file: Path, address: Path, folders: Sequence[Path
     platform = parallel.initialize(config, rank, control, f"test/{control.register_instance()}")
     learner = make_learner(config, load_model(config, platform))
     weight_syncer = WeightSyncer(learner.models, config, control, platform)
-    forever = control.get_json("go/forever")
-    for version in itertools.count() if forever else range(len(folders) + 1):
-        if version and not forever:
-            control.wait_for_key(f"go/{version}", 120, f"the request for version {version}")
+    for version in range(len(folders) + 1):
         if version:
-            load_hf(learner.models, folders[(version - 1) % len(folders)])
-        seconds = weight_syncer.sync(version)
+            control.wait_for_key(f"go/{version}", 120, f"the request for version {version}")
+            load_hf(learner.models, folders[version - 1])
+        weight_syncer.sync(version)
         if rank.rank == 0:
-            control.put_json(
-                f"sent/{version}",
-                {"seconds": seconds, "lost": weight_syncer.failed_transfers, **weight_syncer.metrics},
-            )
+            control.put_json(f"sent/{version}", {"lost": weight_syncer.failed_transfers})
     parallel.shutdown()
