@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.gloo import spawn
 from tests.model import layout_ranks, tiny
 from tests.model.layout_ranks import GROUPS, MODELS, samples
+from tests.trainer.ranks import results
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -34,19 +34,17 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str
     "group", [pytest.param(name, marks=[pytest.mark.slow] * name.startswith("more")) for name in GROUPS]
 )
 def test_a_layout_computes_what_transformers_computes(
-    references: tuple[Path, dict[str, dict[str, Any]]], group: str
+    references: tuple[Path, dict[str, dict[str, Any]]], tmp_path: Path, group: str
 ) -> None:
     folder, expected = references
-    (folder / group).mkdir()
-    spawn(layout_ranks.run, group, str(folder), ranks=GROUPS[group][0])
-    results = torch.load(folder / group / "found.pt")
-    assert len(results) == sum(len(case.models) for case in GROUPS[group][1])
-    for (_, model), everyone in results.items():
+    ranks = results(layout_ranks.run, tmp_path, folder, group, ranks=GROUPS[group][0], seconds=600.0)
+    assert len(ranks[0]) == sum(len(case.models) for case in GROUPS[group][1])
+    for number, model in ranks[0]:
+        everyone = [found[number, model] for found in ranks]
         check(model, everyone, expected[model]["logits"], expected[model]["gradients"])
 
 
-def check(model: str, everyone: list[dict[str, Any]], wanted: Tensors, gradients: Tensors) -> None:
-    """Compare the results of all ranks with logits by sample and gradients."""
+def check(model: str, everyone: Sequence[dict[str, Any]], wanted: Tensors, gradients: Tensors) -> None:
     # transformers' own float32 is up to 8e-6 from its float64, where log-probabilities are about -8.
     exact = {"atol": 1e-5, "rtol": 1e-6} if MODELS[model].is_linear else {"atol": 1e-4, "rtol": 0}
     unseen = {name: torch.ones(len(logits), dtype=torch.bool) for name, logits in wanted.items()}

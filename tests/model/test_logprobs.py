@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megatron_webrl.model import logprobs as module
 from megatron_webrl.model.logprobs import vocab_parallel_logprobs
-from tests import gloo
 from tests.model import tiny
+from tests.trainer.ranks import results
 
 
 def logprob_losses(logprobs: Tensor, entropy: Tensor, weights: Tensor) -> dict[str, Tensor]:
@@ -37,11 +37,8 @@ def logprob_case() -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-def run(rank: int, folder: str) -> None:
-    """Write values and gradients of this rank's slice of the logits to RANK.pt."""
-    gloo.join(rank, 2, folder)
-    torch.save(_found(torch.distributed.group.WORLD), f"{folder}/{rank}.pt")
-    torch.distributed.destroy_process_group()
+def of_ranks(*_: Any) -> dict[str, Tensor]:
+    return _found(torch.distributed.group.WORLD)
 
 
 def _found(group: Any) -> dict[str, Tensor]:
@@ -83,9 +80,8 @@ def _check(found: dict[str, Tensor]) -> None:
 
 
 def test_values_and_gradients_equal_log_softmax_on_gloo_ranks(tmp_path: Path) -> None:
-    gloo.spawn(run, str(tmp_path))
-    for rank in (0, 1):
-        _check(torch.load(tmp_path / f"{rank}.pt"))
+    for found in results(of_ranks, tmp_path):
+        _check(found)
 
 
 def test_without_a_loss_of_entropies_their_gradient_is_not_computed() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -24,29 +22,11 @@ def _text_mappings(
     groups: int, heads: int, dim: int, inner: int, vocabulary: int, experts: ExpertFormat | None = None
 ) -> tuple[ParameterMapping, ...]:
     """Tensors of the text model of one layer, dense or, given the experts' format, of three experts."""
-    hf_config = tiny.configuration(tiny.Shape())
-    text = SimpleNamespace(
-        vocab_size=vocabulary,
-        hidden_size=6,
-        intermediate_size=inner,
-        num_hidden_layers=1,
-        num_attention_heads=groups * heads,
-        num_key_value_heads=groups,
-        head_dim=dim,
-        num_experts=3 if experts else 0,
-        moe_intermediate_size=inner,
-        mlp_only_layers=[],
-        decoder_sparse_step=1,
-    )
-    whole = parameter_mappings(
-        SimpleNamespace(
-            model_type=hf_config.model_type,
-            text_config=text,
-            vision_config=hf_config.vision_config,
-            tie_word_embeddings=False,
-        ),
-        experts or "released",
-    )
+    hf_config = tiny.configuration(tiny.Shape(layers=1, experts=3 if experts else 0, key_value_heads=groups))
+    text = hf_config.text_config
+    text.vocab_size, text.hidden_size, text.intermediate_size, text.moe_intermediate_size = vocabulary, 6, inner, inner
+    text.num_attention_heads, text.head_dim = groups * heads, dim
+    whole = parameter_mappings(hf_config, experts or "released")
     return tuple(mapping for mapping in whole if not mapping.hf_param.startswith("model.visual."))
 
 

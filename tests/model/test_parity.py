@@ -1,4 +1,4 @@
-"""Packed samples, images given once, bfloat16, recomputation and refused inputs, of one rank."""
+"""Packed samples, images given once, bfloat16 and refused inputs, of one rank."""
 
 from __future__ import annotations
 
@@ -10,42 +10,29 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests import gloo
 from tests.model import tiny
 from tests.model.qwen3_5 import small
+from tests.trainer.ranks import process_groups, results
 
-MODELS = {"dense": tiny.Shape(deepstack=(0, 1)), "sparse": tiny.Shape(experts=4), "hybrid": small.MODELS["sparse"]}
-RECOMPUTE = ("none", "selective", "full")
-
-
-# -- the process --------------------------------------------------------------------------------------------------
+MODELS = {"dense": tiny.Shape(deepstack=(0, 1)), "hybrid": small.MODELS["sparse"]}
 
 
-def run(rank: int, folder: str) -> None:
-    """Write the results of each model to found.pt."""
-    platform = gloo.join(rank, 1, folder)
-    from megatron_webrl.model import process_groups
+def examine(platform: Any, _: Path, folder: Path) -> dict[str, Any]:
     from megatron_webrl.model.build import build_model, load_hf
     from megatron_webrl.model.compute_options import ComputeOptions
     from megatron_webrl.model.layout import ParallelSizes
 
-    process_groups.init_process_groups(ParallelSizes())
-
     def build(name: str, dtype: str = "float32", **options: Any) -> Any:
-        path = Path(folder) / name
-        [model] = build_model(path, dtype=dtype, platform=platform, options=ComputeOptions(**options))
-        load_hf([model], path)
+        [model] = build_model(folder / name, dtype=dtype, platform=platform, options=ComputeOptions(**options))
+        load_hf([model], folder / name)
         return model
 
-    found = {name: _forwards(build(name), _rows(name)) for name in ("dense", "hybrid")}
-    found["bf16"] = _forwards(
-        frozen := build("dense", "bfloat16", train_vision=False), {"packed": _rows("dense")["packed"]}
-    )
-    found["trained"] = [name for name, p in frozen.named_parameters() if p.requires_grad]
-    found["twins"] = _twins(build("dense"))
-    found["saved"] = {recompute: _saved_bytes(build("sparse", recompute=recompute).train()) for recompute in RECOMPUTE}
-    torch.save(found, f"{folder}/found.pt")
-    torch.distributed.destroy_process_group()
+    with process_groups(ParallelSizes()):
+        found = {name: _forwards(build(name), _rows(name)) for name in ("dense", "hybrid")}
+        frozen = build("dense", "bfloat16", train_vision=False)
+        found["bf16"] = _forwards(frozen, {"packed": _rows("dense")["packed"]})
+        found["trained"] = [name for name, p in frozen.named_parameters() if p.requires_grad]
+        return found | {"twins": _twins(build("dense"))}
 
 
 def _samples(name: str) -> dict[str, tiny.Sample]:
@@ -79,7 +66,6 @@ def _rows(name: str) -> dict[str, Any]:
 
 
 def _forwards(model: Any, rows: dict[str, Any]) -> dict[str, Any]:
-    """Logits by case, or the error of the model."""
     found: dict[str, Any] = {}
     for case, row in rows.items():
         try:
@@ -105,41 +91,15 @@ def _twins(model: Any) -> list[Tensor]:
     return logits
 
 
-def _saved_bytes(model: Any) -> int:
-    """Bytes saved for the backward pass, each storage counted once, without weights."""
-    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    seen: dict[int, int] = {}
-    kept: list[Tensor] = []  # so that no address is reused
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            seen[storage.data_ptr()] = storage.nbytes()
-            kept.append(tensor)
-        return tensor
-
-    row, _ = tiny.pack([tiny.samples()["text"]] * 8)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(row)
-    return sum(seen.values())
-
-
-# -- what it shows ------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """Folder of the models, and the models in transformers."""
     folder = tmp_path_factory.mktemp("parity")
     return folder, {name: tiny.write_model(folder / name, shape, 0) for name, shape in MODELS.items()}
 
 
 @pytest.fixture(scope="module")
 def found(references: tuple[Path, dict[str, Any]]) -> dict[str, Any]:
-    """Results of the process."""
-    gloo.spawn(run, str(references[0]), ranks=1)
-    results: dict[str, Any] = torch.load(references[0] / "found.pt")
-    return results
+    return results(examine, references[0] / "found", references[0], ranks=1)[0]
 
 
 def expected(model: Any, name: str) -> Tensor:
@@ -197,9 +157,3 @@ def test_bfloat16_stays_near_transformers_in_bfloat16_with_a_frozen_vision_tower
     assert (result.float() - exact).std() < 1.5 * rounding
     assert found["trained"]
     assert not any(name.startswith("visual.") for name in found["trained"])
-
-
-def test_recomputation_keeps_less_for_the_backward_pass(found: dict[str, Any]) -> None:
-    saved = found["saved"]
-    assert saved["selective"] < 0.75 * saved["none"]
-    assert saved["full"] < 0.5 * saved["selective"]

@@ -20,7 +20,6 @@ from megatron_webrl.types import Action
 
 
 def picture(width: int = 160, height: int = 210, kind: str = "PNG", seed: int = 0) -> bytes:
-    """An encoded image of noise."""
     noise = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     buffer = io.BytesIO()
     Image.fromarray(noise).save(buffer, format=kind)
@@ -100,8 +99,3 @@ def test_page_text_never_becomes_an_added_token(tiny_model: Path, parts: list[st
     assert processor.escape_special_tokens(harmless) == harmless
     ids = processor.tokenizer(processor.escape_special_tokens(text), add_special_tokens=False)["input_ids"]
     assert not set(ids) & set(processor.tokenizer.get_added_vocab().values())
-
-
-def test_a_missing_folder_is_an_error_that_names_it(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="nowhere does not exist"):
-        Processor.load(tmp_path / "nowhere")

@@ -45,7 +45,6 @@ class Shape:
 
     @property
     def is_linear(self) -> bool:
-        """Whether it is a Qwen3.5 model, with linear attention."""
         return not isinstance(self.layers, int)
 
 
@@ -53,7 +52,6 @@ QWEN3_5_LAYERS = (LINEAR, FULL, LINEAR, LINEAR)
 
 
 def configuration(shape: Shape) -> Any:
-    """The transformers configuration of a small model."""
     text: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": 64,
@@ -214,7 +212,6 @@ def token_weights(count: int) -> Tensor:
 
 
 def reference_loss(model: Any, parts: Sequence[Sample]) -> Tensor:
-    """Weighted sum of the log-probabilities of all scored tokens."""
     logits = torch.cat([reference_logits(model, sample) for sample in parts]) / TEMPERATURE
     targets = torch.cat([sample.tokens[sample.prompt :] for sample in parts])
     logprobs = logits.log_softmax(dim=-1).gather(1, targets[:, None]).squeeze(1)

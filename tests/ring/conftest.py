@@ -14,7 +14,6 @@ _counter = itertools.count()
 
 @pytest.fixture
 def name() -> Iterator[str]:
-    """The name of a segment of this test, removed afterwards."""
     name = f"{PREFIX}{next(_counter)}"
     yield name
     (SHM_FOLDER / name).unlink(missing_ok=True)

@@ -25,7 +25,6 @@ SOURCES = str(Path(megatron_webrl.__file__).parent)
 
 
 def damage(ring: Ring, sequence: int, position: int = 0) -> None:
-    """Flip a bit of a record in shared memory."""
     record = np.frombuffer(ring.read(sequence), np.uint8)
     offset = record.ctypes.data - np.frombuffer(ring._data, np.uint8).ctypes.data
     with (SHM_FOLDER / ring.name).open("r+b") as file:
@@ -72,7 +71,6 @@ def payload(number: int, size: int) -> bytes:
 
 
 def check(record: memoryview) -> int:
-    """Check a payload; returns its number."""
     number, size, crc = (int.from_bytes(record[i : i + 8], "little") for i in (0, 8, 16))
     assert len(record) == size
     assert zlib.crc32(record[24:]) == crc

@@ -240,12 +240,8 @@ def test_a_description_that_does_not_fit_is_refused() -> None:
     description = description_of(dataclasses.replace(example(), steps=(), images=()))
     for key, value, message in (
         ("images", [10**30], "its description gives"),
-        ("images", "abc", "does not fit"),
-        ("steps", [{"lengths": [-1, 0, 0, 0]}], "lengths"),
         ("steps", [{"lengths": [5, 3, 0, 2]}], r"lengths \[5, 3, 0, 2\] of a step"),
         ("task", {"surprise": 1}, "surprise"),
-        ("ticket", None, "does not fit"),
-        ("steps", 5, "does not fit"),
     ):
         with pytest.raises(RecordError, match=message):
             record.decode_trajectory(described(description | {key: value}))

@@ -74,20 +74,6 @@ def test_processes_that_create_a_ring_at_once_get_the_same_ring(name: str) -> No
         assert ring.committed() == list(range(8))
 
 
-def test_creating_while_others_sweep_never_gives_a_ring_without_a_name(name: str) -> None:
-    def sweep_forever() -> None:
-        while True:
-            sweep_segments(PREFIX)
-
-    pid = fork(sweep_forever)
-    try:
-        for _ in range(200):
-            with Ring.create_or_attach(name, 4096, RUN) as ring:
-                assert os.path.samestat(os.fstat(ring._segment.fd), os.stat(SHM_FOLDER / name))
-    finally:
-        kill(pid)
-
-
 @pytest.mark.parametrize("create", [True, False])
 def test_a_segment_swept_between_opening_and_locking_is_not_used(name: str, create: bool, monkeypatch) -> None:
     def sweep_first(fd: int, kind: int) -> bool:

@@ -40,7 +40,6 @@ def _run(rank: int, ranks: int, folder: str, body: Callable[..., Any], arguments
 
 @contextmanager
 def process_groups(sizes: Any) -> Iterator[None]:
-    """Megatron's process groups for a configuration, or for parallel sizes."""
     from megatron_webrl.model import process_groups as groups
     from megatron_webrl.trainer.parallel import parallel_sizes
 
@@ -85,7 +84,6 @@ def update(
 
 
 def save(learner: Any, config: Config, run_folder: Path, **state: Any) -> Path:
-    """Write a checkpoint of the learner; returns it."""
     from megatron_webrl.trainer.accounting import Accounting
     from megatron_webrl.trainer.checkpoint.checkpoint_files import latest_checkpoint
     from megatron_webrl.trainer.checkpoint.checkpointer import Checkpointer, TrainerState

@@ -32,8 +32,6 @@ BLOCK = SIDE * SIDE * 3 + len(screenshot(0, SIDE, SIDE)) + 64
 
 
 class Bench:
-    """A prefetcher with its timer."""
-
     def __init__(self, processor: Processor, threads: int, size: int, seconds: float = LIMIT) -> None:
         self.processor, self.wait_timer = processor, WaitTimer()
         self.prefetcher = ImagePrefetcher(processor, torch.device("cpu"), threads, size, self.wait_timer, seconds)

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 import threading
-from itertools import product
 from pathlib import Path
 
 import pytest
 
-from megatron_webrl.ring.record import RecordFileWriter, read_record_file
-from megatron_webrl.util import atomic_file, history
-from tests.file_faults import FileFaults, file_size_limit, run_forked
-from tests.waiting import run_apart
+from megatron_webrl.util import atomic_file
+from tests.file_faults import file_size_limit, run_forked
 
 
 def names(folder: Path) -> set[str]:
@@ -79,52 +75,3 @@ def test_the_temporary_file_of_a_killed_process_is_removed_an_hour_after_its_las
         os.utime(path, (0, 0))
     assert atomic_file.remove_leftovers(tmp_path) == [left.name]
     assert names(tmp_path) == {"data.writing"}
-
-
-def write_records(path: Path, content: bytes) -> None:
-    with RecordFileWriter(path) as file:
-        file.write([content])
-
-
-def append_line(path: Path, content: bytes) -> None:
-    grown = history.History(path)
-    grown.append({"text": content.decode()})
-    grown.sync()
-
-
-WAYS = {
-    "file": (atomic_file.write_bytes, lambda path: path.read_bytes()),
-    "records": (write_records, lambda path: next(read_record_file(path))),
-    "history": (append_line, lambda path: [b"old", *(line["text"].encode() for line in history.read(path))][-1]),
-}
-
-
-def lose_power(way: str) -> None:
-    (write, read), new = WAYS[way], b"new" * 1000
-    for replaced in (True, False):
-        for at, seed in product(range(1, 20), range(4)):
-            with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:  # an fsync takes no time there
-                folder, returned = Path(memory, "folder"), Path(memory, "returned")
-                folder.mkdir()
-                if replaced:
-                    write(folder / "state", b"old")
-
-                def crash(folder: Path = folder, returned: Path = returned, at: int = at, seed: int = seed) -> None:
-                    with FileFaults(folder, at, power_loss=True, seed=seed) as faults:
-                        write(folder / "state", new)
-                        returned.touch()
-                        faults.crash()
-
-                assert run_forked(crash) == -signal.SIGKILL
-                found = read(folder / "state") if (folder / "state").exists() else b"old"
-                done = returned.exists()
-            assert found == new if done else found in (b"old", new)
-            if done and seed == 3:
-                break
-        assert 3 < at < 19
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_power_failure_leaves_all_or_nothing_and_after_the_return_all(way: str):
-    """Content is on disk before the name, and the name before the return."""
-    run_apart(lose_power, way)

@@ -30,7 +30,6 @@ if __name__ == "__main__":
 
 
 def python(code: str, **variables: str) -> str:
-    """Run code in a fresh interpreter at the checkout; returns what it printed."""
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True, text=True, timeout=120, cwd=ROOT, env={**os.environ, **variables},

@@ -28,8 +28,6 @@ LANGUAGE = "model.language_model."
 
 @dataclass(frozen=True)
 class Case:
-    """A model and the layouts of both sides."""
-
     hf_config: Any
     trainer: TrainerTopology
     engines: EngineTopology

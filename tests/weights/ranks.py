@@ -50,7 +50,6 @@ def full(name: str, part: Part, number: int) -> torch.Tensor:
 
 
 def shard_of(whole: torch.Tensor, part: Part, dim: int | None, rank: int, ranks: int) -> torch.Tensor:
-    """Shard of one of `ranks` ranks."""
     if dim is None or ranks == 1:
         return whole.clone()
     return whole.chunk(ranks, dim + bool(part.stacked))[rank].clone()
@@ -187,7 +186,6 @@ def _join(case: Case, engine: int, rank: int) -> transport.TransferLink:
 
 
 def staging_bytes(link: transport.TransferLink) -> int:
-    """Memory of the link's staging buffers."""
     return sum(buffer.nbytes for buffer in link.staging_buffers.values())
 
 
@@ -260,7 +258,6 @@ def reset_peak() -> int:
 
 
 def peak() -> int:
-    """Peak memory of this process since the reset, in bytes."""
     return _status("VmHWM")
 
 

@@ -35,7 +35,6 @@ TOLERANCE = {"float32": (1e-4, 1e-4), "bfloat16": (0.02, 0.003)}
 
 
 def configuration(folder: Path, model: Path, engines: int = 1, **trainer: int) -> Config:
-    """A config with small windows and short timeouts."""
     config = Config()
     config.run.name, config.run.directory = "weights", str(folder / "runs")
     config.run.startup_timeout_seconds, config.run.heartbeat_timeout_seconds = 200.0, 10.0
@@ -168,7 +167,6 @@ async def served(stage: Stage, worker: int, requests: int, **rollout: Any) -> As
 
 
 def load(folder: Path) -> torch.nn.Module:
-    """transformers' model of a folder."""
     return transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
 
 

@@ -48,7 +48,6 @@ def loading_shapes(worker: Any) -> tuple[int, dict[str, tuple[int, ...]]]:
 
 
 def main(folder: str, sizes: str, report: Path) -> None:
-    """Write the shapes in all workers of an engine."""
     from vllm import LLM
 
     engine = LLM(

@@ -139,36 +139,13 @@ def test_a_rank_that_cannot_host_the_store_says_so(control: Path, monkeypatch: p
         transport.join_link(client(control), "x", 0, 2, SECONDS, "gloo")
 
 
-class Recorder:
-    """A rank's NCCL group and its wrapper, which torch has on CUDA only; records the calls."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size, self.calls = lambda: rank, lambda: size, list[Any]()
-
-    def _register_backend(self, device: Any, kind: Any, group: Any) -> None:
-        self.calls.append("register")
-
-    def _start_coalescing(self, device: Any) -> None:
-        self.calls.append("start")
-
-    def _end_coalescing(self, device: Any) -> str:
-        self.calls.append("end")
-        return "work"
-
-    def send(self, tensors: list[Any], peer: int, tag: int) -> None:
-        self.calls.append(("send", peer))
-
-    def recv(self, tensors: list[Any], peer: int, tag: int) -> None:
-        self.calls.append(("receive", peer))
-
-
 def test_each_sender_is_connected_to_each_receiver_at_once() -> None:
-    for rank, messages in (
-        (0, [("send", 2), ("send", 3), ("send", 4)]), (3, [("receive", 0), ("receive", 1)])
-    ):  # fmt: skip
-        recorder = Recorder(rank, 5)
-        assert links.connect_pairs(recorder, recorder, 2, torch.device("cpu")) == "work"
-        assert recorder.calls == ["register", "start", *messages, "end"]
+    for rank, name, peers in ((0, "send", [2, 3, 4]), (3, "recv", [0, 1])):
+        group: Any = Mock(**{"rank.return_value": rank, "size.return_value": 5})  # torch has one on CUDA only
+        assert links.connect_pairs(group, group, 2, torch.device("cpu")) is group._end_coalescing.return_value
+        calls = [each[0] for each in group.method_calls if each[0] not in ("rank", "size")]
+        assert calls == ["_register_backend", "_start_coalescing", *[name for _ in peers], "_end_coalescing"]
+        assert [each.args[1] for each in getattr(group, name).call_args_list] == peers
 
 
 def test_an_error_of_the_abort_ends_the_link_and_not_its_rank(caplog: pytest.LogCaptureFixture) -> None:

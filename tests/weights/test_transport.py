@@ -39,7 +39,6 @@ class Ranks:
         return Case(**{"control": self.control, "receivers": ENGINES, "model": MODEL, **fields})
 
     def run(self, case: Case, faults: dict[Rank, Fault] | None = None) -> None:
-        """Start all ranks of the case."""
         faults = faults or {}
         for rank in range(SENDERS):
             key = ("trainer", 0, rank)
@@ -88,7 +87,6 @@ def ranks(tmp_path: Path) -> Iterator[Ranks]:
 
 
 def results(answer: Any) -> dict[str, str | None]:
-    """Result of a trainer rank's only transfer."""
     assert not isinstance(answer, str), answer
     return answer[0][0]
 

@@ -19,7 +19,6 @@ UPDATES = 3
 
 
 async def take_all_versions(stage: Stage, engines: Sequence[Served]) -> None:
-    """Let the trainer send all versions; all engines answer after each."""
     for version in range(UPDATES + 1):
         if version:
             stage.control.put_json(f"go/{version}", True)
@@ -33,7 +32,6 @@ async def take_all_versions(stage: Stage, engines: Sequence[Served]) -> None:
 
 
 def check_all_answers(engines: Sequence[Served], folders: Sequence[Path], base: Path) -> None:
-    """All tokens have the log-probabilities of their versions' weights."""
     for found in engines:
         assert not found.errors
         for _, answer in found.answers:

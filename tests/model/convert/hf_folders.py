@@ -39,25 +39,21 @@ def write_models(folder: Path) -> None:
 
 
 def converted(folder: Path, name: str) -> Tensors:
-    """Tensors of a model after a conversion to Megatron and back."""
     tensors = read(folder / name)
     return tensors if MODELS[name].is_linear else released(tensors)
 
 
 def weights(tensors: Tensors) -> Tensors:
-    """The tensors that parameters hold."""
     return {name: tensor for name, tensor in tensors.items() if not name.startswith("mtp.")}
 
 
 def read(folder: Path) -> Tensors:
-    """All tensors of a folder, through its index if there is one."""
     index = folder / "model.safetensors.index.json"
     files = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
     return {name: tensor for file in sorted(files) for name, tensor in load_file(folder / file).items()}
 
 
 def released(tensors: Tensors) -> Tensors:
-    """transformers' tensors with experts in the released format."""
     fused = ("experts.gate_up_proj", "experts.down_proj")
     return {name: t.transpose(1, 2).contiguous() if name.endswith(fused) else t for name, t in tensors.items()}
 
@@ -87,7 +83,6 @@ FORMS: dict[ExpertFormat, Callable[[Tensors], Tensors]] = {
 
 
 def rewritten(source: Path, target: Path, change: Callable[[Tensors], Tensors | None]) -> Path:
-    """Copy a folder with the tensors that `change` returns or modifies in place."""
     shutil.copytree(source, target)
     tensors = load_file(target / "model.safetensors")
     tensors = change(tensors) or tensors
@@ -96,7 +91,6 @@ def rewritten(source: Path, target: Path, change: Callable[[Tensors], Tensors | 
 
 
 def same(found: Tensors, expected: Tensors) -> bool:
-    """Whether names, dtypes and every bit are equal."""
     bits = {2: torch.int16, 4: torch.int32}
     return found.keys() == expected.keys() and all(
         found[name].dtype == tensor.dtype
@@ -107,26 +101,13 @@ def same(found: Tensors, expected: Tensors) -> bool:
 
 
 def mtp_tensors(shape: tiny.Shape, seed: int) -> dict[str, torch.Tensor]:
-    """Tensors of the layer for multi-token prediction, named as in released folders, which store its experts apart."""
-    text, layer = tiny.configuration(shape).text_config, "mtp.layers.0."
-    hidden, wide = text.hidden_size, text.num_attention_heads * text.head_dim
+    """Some tensors of the layer for multi-token prediction, named as in released folders."""
+    hidden = tiny.configuration(shape).text_config.hidden_size
+    part = "mlp.experts.1." if shape.experts else "mlp."
     shapes = {
         "mtp.fc.weight": (hidden, 2 * hidden),
-        **{f"mtp.{name}.weight": (hidden,) for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")},
-        **{f"{layer}{name}.weight": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")},
-        **{f"{layer}self_attn.{name}_norm.weight": (text.head_dim,) for name in "qk"},
-        **{f"{layer}self_attn.{name}_proj.weight": (tiny.KEY_VALUE_HEADS * text.head_dim, hidden) for name in "kv"},
-        f"{layer}self_attn.q_proj.weight": (2 * wide, hidden),
-        f"{layer}self_attn.o_proj.weight": (hidden, wide),
+        "mtp.norm.weight": (hidden,),
+        f"mtp.layers.0.{part}up_proj.weight": (24, hidden),
     }
-    mlps = {"": getattr(text, "intermediate_size", 0)}
-    if shape.experts:
-        shapes[f"{layer}mlp.gate.weight"] = (shape.experts, hidden)
-        shapes[f"{layer}mlp.shared_expert_gate.weight"] = (1, hidden)
-        mlps = {f"experts.{expert}.": text.moe_intermediate_size for expert in range(shape.experts)}
-        mlps["shared_expert."] = text.shared_expert_intermediate_size
-    for name, inner in mlps.items():
-        shapes |= {f"{layer}mlp.{name}{part}_proj.weight": (inner, hidden) for part in ("gate", "up")}
-        shapes[f"{layer}mlp.{name}down_proj.weight"] = (hidden, inner)
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(size, generator=generator).bfloat16() for name, size in shapes.items()}

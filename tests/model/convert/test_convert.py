@@ -20,14 +20,15 @@ from megatron_webrl.model.convert.conversion import ConversionOptions, hf_to_meg
 from megatron_webrl.model.convert.dist_checkpoint_files import DistCheckpointReader, TensorLocation
 from megatron_webrl.model.convert.hf_files import PASSTHROUGH_FOLDER, LoadError, copy_passthrough
 from megatron_webrl.model.layout import ParallelSizes
-from tests.gloo import spawn
 from tests.model.convert import convert_ranks, hf_folders
+from tests.trainer.ranks import results
 
 CHECKED = ConversionOptions(verify=True)
 SIZES = ParallelSizes(tensor=2, pipeline=2)
 LIMIT = 10**9
 EMBEDDING = "model.language_model.embed_tokens.weight"
-NORM = "model.language_model.norm.weight"
+NORM, KEY = "model.language_model.norm.weight", "decoder.final_layernorm.weight"
+"""A weight in Hugging Face folders, and in checkpoints."""
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +68,8 @@ def test_a_round_trip_is_bit_exact_at_any_parallel_sizes(
 def test_megatron_loads_folders_and_checkpoints_strictly_in_every_layout_and_saves_what_converts_back(
     models: Path, tmp_path: Path
 ) -> None:
-    spawn(convert_ranks.run, str(models))
-    for (layout, name), fillings in torch.load(models / "found.pt").items():
+    found, _ = results(convert_ranks.run, tmp_path, models)
+    for (layout, name), fillings in found.items():
         expected = hf_folders.converted(models, name)
         assert len(fillings) == 2
         for tensors in fillings:
@@ -126,30 +127,6 @@ def test_a_large_model_is_written_in_several_files_with_an_index(models: Path, t
     assert hf_folders.same(hf_folders.read(tmp_path / "back"), expected)
 
 
-def test_a_trainers_checkpoints_are_read_without_their_optimiser_state_and_keep_other_tensors(
-    models: Path, tmp_path: Path
-) -> None:
-    spawn(convert_ranks.train, str(models), ranks=1)
-    for name in convert_ranks.TRAINED:
-        trained, target = models / "trained" / name, tmp_path / name
-        version = trained / "checkpoints" / f"version-{convert_ranks.VERSION:06d}"
-        assert any(key.startswith("optimizer.") for key in DistCheckpointReader(version / "megatron").tensors)
-        original = hf_folders.converted(models, name)
-        kept = {key: tensor for key, tensor in original.items() if key not in hf_folders.weights(original)}
-        megatron_to_hf(version if name == "dense" else trained / "checkpoints", target, LIMIT, CHECKED)
-        found = hf_folders.read(target)
-        assert hf_folders.same(found, torch.load(trained / "weights.pt") | kept)
-        assert not hf_folders.same(found, original), "the optimiser step changed the weights"
-        assert (target / "tokenizer.json").is_file()
-
-
-def _add_alias(metadata: Any, key: str, alias: str) -> None:
-    metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[key]
-    for index, place in list(metadata.storage_data.items()):
-        if index.fqn == key:
-            metadata.storage_data[type(index)(alias, index.offset)] = place
-
-
 def test_an_output_layer_that_equals_the_tied_embedding_is_accepted_and_left_out(models: Path, tmp_path: Path) -> None:
     def add(tensors: hf_folders.Tensors) -> None:
         tensors["lm_head.weight"] = tensors[EMBEDDING].clone()
@@ -204,6 +181,13 @@ def _edit_metadata(change: Callable[[Any], None]) -> Callable[[Path], None]:
     return edit
 
 
+def _add_alias(metadata: Any, key: str, alias: str) -> None:
+    metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[key]
+    for index, place in list(metadata.storage_data.items()):
+        if index.fqn == key:
+            metadata.storage_data[type(index)(alias, index.offset)] = place
+
+
 def _configure(part: str, name: str, value: Any) -> Callable[[Path], None]:
     def configure(folder: Path) -> None:
         content = json.loads((folder / "hf/config.json").read_text())
@@ -217,21 +201,15 @@ def _configure(part: str, name: str, value: Any) -> Callable[[Path], None]:
     ("damage", "message"),
     [
         (_cut, r"tensor \S+ of .*\.distcp cannot be read"),
-        (
-            lambda folder: (folder / "megatron/__1_0.distcp").unlink(),
-            r"tensor \S+ of .*__1_0\.distcp cannot be read",
-        ),
         (lambda folder: (folder / "megatron/.metadata").write_bytes(b"no"), r"\.metadata describes no distributed"),
         (lambda folder: (folder / "megatron/.metadata").unlink(), r"is no checkpoint: it holds no megatron/\.metadata"),
         (
-            _edit_metadata(lambda metadata: metadata.state_dict_metadata.pop("decoder.final_layernorm.weight")),
+            _edit_metadata(lambda metadata: metadata.state_dict_metadata.pop(KEY)),
             r"tensor decoder\.final_layernorm\.weight \[64\] is missing from .*megatron",
         ),
         (
-            _edit_metadata(
-                lambda metadata: _add_alias(metadata, "decoder.final_layernorm.weight", "decoder.more.weight")
-            ),
-            r"tensor decoder\.more\.weight of .*megatron is unexpected",
+            _edit_metadata(lambda metadata: _add_alias(metadata, KEY, "more")),
+            r"tensor more of .*megatron is unexpected",
         ),
         (
             _edit_metadata(lambda metadata: metadata.state_dict_metadata["output_layer.weight"].chunks.pop()),
@@ -258,8 +236,7 @@ def test_verifying_finds_a_single_changed_bit(models: Path, tmp_path: Path, monk
 
     def flip(writer: Any) -> None:
         finish(writer)
-        key = "decoder.final_layernorm.weight"
-        values = DistCheckpointReader(writer.folder).read(TensorLocation(key, (), ()), (64,)).numpy().tobytes()
+        values = DistCheckpointReader(writer.folder).read(TensorLocation(KEY, (), ()), (64,)).numpy().tobytes()
         (path,) = (path for path in writer.folder.glob("*.distcp") if values in path.read_bytes())
         blob = path.read_bytes()
         place = blob.index(values)

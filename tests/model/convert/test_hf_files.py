@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.model.architectures import LAYER_MAPPINGS, parameter_mappings
+from megatron_webrl.model.architectures import parameter_mappings
 from megatron_webrl.model.convert.hf_files import HFTensor, LoadError, detect_expert_format, open_hf_model
-from megatron_webrl.model.hf_config import ARCHITECTURES, load_hf_config, read_model_config
+from megatron_webrl.model.hf_config import load_hf_config, read_model_config
 from tests.model import tiny
 from tests.model.convert import hf_folders
 
@@ -26,14 +26,12 @@ FILE = r"of .*model\.safetensors"
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of the small models."""
     made = tmp_path_factory.mktemp("checked")
     hf_folders.write_models(made)
     return made
 
 
 def _check(folder: Path) -> set[str]:
-    """Names of the folder's tensors, after all checks."""
     with open_hf_model(folder, load_hf_config(folder)) as model:
         return {tensor.name for tensor in (*model.tensors.values(), *model.passthrough.values()) if tensor.dtype}
 
@@ -120,7 +118,3 @@ def test_an_unsupported_model_is_refused(
     if part is None:
         with pytest.raises(ConfigError, match=message):
             read_model_config(tmp_path)
-
-
-def test_every_architecture_has_a_check_and_a_parameter_map() -> None:
-    assert ARCHITECTURES.keys() == LAYER_MAPPINGS.keys()

@@ -39,7 +39,6 @@ class HostValues(TorchDispatchMode):
         self._stale: dict[int, Any] = {}  # storages of values that an operation without values has overwritten
 
     def fake(self, values: Tensor, device: str) -> Tensor:
-        """A fake tensor with known values, which are a real tensor."""
         return self._with_values(torch.empty(values.shape, dtype=values.dtype, device=device), values)
 
     def tolist(self, fake: Tensor) -> Any:
@@ -49,7 +48,6 @@ class HostValues(TorchDispatchMode):
         return self.known(fake).tolist()
 
     def record(self, kind: str) -> None:
-        """Count a host sync of the calling code."""
         self.syncs[f"{_caller()} {kind}"] += 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -169,7 +167,6 @@ class FakeCudaMode(FakeTensorMode):
 
 
 def _collective(func: Any, args: Any, tensors: list[Tensor]) -> Any:
-    """The returns of a collective of one rank, which leaves its tensors as they are."""
     if len({x.device for x in tensors}) > 1:
         raise RuntimeError(f"{_caller()} gives {func} tensors on {sorted({str(x.device) for x in tensors})}")
     work = torch._C._distributed_c10d.FakeWork().boxed()

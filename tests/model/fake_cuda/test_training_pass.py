@@ -68,7 +68,6 @@ SHAPES = {"dense": tiny.Shape(layers=2), "moe": tiny.Shape(layers=2, experts=4)}
 
 
 def main(folder: str) -> None:
-    """Build learners on the CUDA platform, and let each score and train on one micro-batch."""
     for name, shape in SHAPES.items():
         tiny.configuration(shape).save_pretrained(Path(folder) / name)
     real, found, processor = _microbatch(), {}, Processor.load(QUICKSTART)
@@ -97,7 +96,6 @@ def main(folder: str) -> None:
 def _syncs(
     host: HostValues, runs: dict[str, Callable[..., None]], learner: Any, microbatches: list[Any], model: str = "dense"
 ) -> dict[str, dict[str, int]]:
-    """Host syncs of each run, by model and run."""
     found = {}
     for name, run in runs.items():
         host.syncs.clear()
@@ -107,7 +105,6 @@ def _syncs(
 
 
 def join_groups() -> None:
-    """Form Megatron's groups of one rank."""
     from megatron_webrl.model import process_groups
     from megatron_webrl.model.layout import ParallelSizes
 
@@ -242,7 +239,6 @@ def _train(
 
 
 def _library(folder: Path) -> Path:
-    """device.cpp as a shared library."""
     if torch.version.cuda is not None:
         pytest.skip("needs torch's CPU build: the CUDA build registers a device of its own")
     compiler, torch_folder = shutil.which("g++"), Path(torch.__file__).parent

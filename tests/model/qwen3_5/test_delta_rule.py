@@ -115,27 +115,6 @@ def test_half_precision_is_computed_in_single_precision() -> None:
     assert torch.equal(output, gated_delta_rule(*(x.float() for x in inputs), boundaries).bfloat16())
 
 
-def test_another_sample_of_the_row_changes_nothing() -> None:
-    """Values and gradients of a sample are the same to the bit whatever its neighbours hold."""
-    boundaries = _boundaries(LENGTHS["packed"])
-    start, end = boundaries[1:3]
-    mine = torch.zeros(boundaries[-1], dtype=torch.bool)
-    mine[start:end] = True
-    weight = torch.randn(HEADS * VALUE, 1, 4, generator=torch.Generator().manual_seed(5))
-    results = []
-    for scale in (1.0, -30.0):
-        q, k, v, decay, strength = (
-            torch.where(mine.view(-1, *[1] * (x.dim() - 1)), x, other).detach().requires_grad_()
-            for x, other in ((x, x if i > 2 else scale * x) for i, x in enumerate(_inputs(boundaries[-1])))
-        )
-        values = short_convolution(v.flatten(1), weight, boundaries).view_as(v)
-        output = gated_delta_rule(q, k, values, decay, strength, boundaries)[start:end]
-        gradients = torch.autograd.grad(output.pow(2).sum(), (q, k, v, decay, strength))
-        assert all(not gradient[~mine].any() for gradient in gradients)
-        results.append([output, *(gradient[mine] for gradient in gradients)])
-    assert all(torch.equal(first, second) for first, second in zip(*results, strict=True))
-
-
 def test_the_convolution_sees_the_tokens_before_it_in_its_sample() -> None:
     boundaries, channels, kernel = _boundaries([2, 1, 7]), 5, 4
     generator = torch.Generator().manual_seed(6)

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.models.qwen3_vl.modeling_qwen3_vl import (
     Qwen3VLModel,
-    Qwen3VLTextRotaryEmbedding,
     apply_rotary_pos_emb,
 )
 
@@ -32,16 +31,6 @@ def test_positions_equal_those_of_transformers(sides: list[tuple[int, int, int]]
     types = (sample.tokens == tiny.IMAGE).int()[None]
     expected, _ = MODEL.get_rope_index(sample.tokens[None], types, image_grid_thw=sample.grids)
     assert torch.equal(mrope_position_ids(sample.tokens, sample.grids, tiny.IMAGE, tiny.MERGE), expected[:, 0])
-
-
-def test_angles_equal_those_of_transformers() -> None:
-    text = tiny.configuration(tiny.Shape()).text_config
-    positions = torch.randint(0, 400, (3, 2, 50), generator=torch.Generator().manual_seed(0))
-    cosines, sines = Qwen3VLTextRotaryEmbedding(text)(torch.zeros(1), positions)
-    angles = InterleavedRotaryEmbedding(text.head_dim, 10000.0)(positions, [6, 5, 5])
-    assert angles.shape == (50, 2, 1, 32)
-    torch.testing.assert_close(angles.cos()[:, :, 0].transpose(0, 1), cosines, atol=1e-6, rtol=0)
-    torch.testing.assert_close(angles.sin()[:, :, 0].transpose(0, 1), sines, atol=1e-6, rtol=0)
 
 
 def test_a_placeholder_in_a_response_has_the_position_of_a_text_token() -> None:

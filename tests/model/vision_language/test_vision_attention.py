@@ -11,7 +11,6 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
 from megatron_webrl.model.vision_language import vision as module
-from megatron_webrl.model.vision_language.compilation import compilation_problem
 from megatron_webrl.model.vision_language.vision import build_vision_tower
 from tests.model import tiny as oracles
 from tests.model.vision_language.compiler import counted_compiler
@@ -71,19 +70,6 @@ def test_neighbouring_images_of_equal_size_take_one_call() -> None:
         assert attention.call_count == calls * config.depth
 
 
-def test_gradients_of_the_compiled_rotation_are_finite_differences() -> None:
-    qkv = torch.randn(5, 3, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    angles = torch.arange(10.0, dtype=torch.float64).view(5, 2).repeat(1, 2)
-    functions = (module.rotated, module.rotated_back)
-    with mock.patch.object(module, "compiled_functions", return_value=functions):
-        assert torch.autograd.gradcheck(
-            lambda x: module.rotate(x, angles.cos(), angles.sin(), True),
-            qkv,
-            eps=1e-2,
-            atol=1e-5,  # float32 inside
-        )
-
-
 @pytest.mark.slow
 def test_any_number_of_patches_takes_the_same_compiled_code() -> None:
     with counted_compiler(module) as compiler:
@@ -93,12 +79,3 @@ def test_any_number_of_patches_takes_the_same_compiled_code() -> None:
             sum(x.sum() for x in module.rotate(qkv, angles, angles, True)).backward()  # type: ignore[union-attr]
             before = before or compiler.frame_count
         assert compiler.frame_count == before
-
-
-def test_kernels_that_compute_other_values_are_not_used() -> None:
-    right = (module.rotated, module.rotated_back)
-    with mock.patch.object(module, "compiled_functions", return_value=right):
-        assert compilation_problem([module.example], CPU, torch.bfloat16) == ""
-    wrong = (lambda qkv, cosines, sines: module.rotated(qkv, cosines, -sines), module.rotated_back)
-    with mock.patch.object(module, "compiled_functions", return_value=wrong):
-        assert compilation_problem([module.example], CPU, torch.bfloat16) == "compiled kernels compute other values"

@@ -110,7 +110,6 @@ def checkpoints_in(folder: Path, timeout_seconds: float = WRITE_TIMEOUT_SECONDS,
 
 
 def tensors_of(path: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint, weights and optimiser, whole."""
     from megatron.core import dist_checkpointing
 
     loaded = dist_checkpointing.load_plain_tensors(str(path / "megatron"))

@@ -18,7 +18,6 @@ from megatron.core.optimizer import distrib_optimizer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from megatron_webrl.config.trainer import OptimizerConfig, TrainerConfig
-from megatron_webrl.trainer import optimizer
 from megatron_webrl.trainer.checkpoint.checkpoint_files import CheckpointError, check_resumable
 from megatron_webrl.trainer.checkpoint.checkpoint_state import load_learner
 from tests.trainer.checkpoint.small_learner import (
@@ -90,7 +89,6 @@ def across_layouts(_: Any, folder: Path, resumes: list[tuple[str, str, str]]) ->
 
 
 def draws() -> list[float]:
-    """The next number of each random number generator."""
     with get_cuda_rng_tracker().fork():
         named = torch.rand(()).item()
     return [random.random(), float(np.random.rand()), torch.rand(()).item(), named]
@@ -149,13 +147,12 @@ class FusedAdam(torch.optim.Optimizer):
 def first_step(_: Any, folder: Path) -> dict[str, Any]:
     """With each Adam: save before the first step, load into another learner, and take two steps with both."""
     found: dict[str, Any] = {}
+    # As if Transformer Engine were installed, whose Adam `auto` takes.
+    mock.patch.multiple(megatron_optimizer, Adam=FusedAdam, USING_PYTORCH_OPTIMIZER=False).start()
+    te = {"Adam": FusedAdam, "HAVE_APEX_OR_TE": True, "USING_TE_OPTIMIZER": True}
+    mock.patch.multiple(distrib_optimizer, **te).start()
     with process_groups(LAYOUTS["replicas"]):
         for implementation in ("torch", "auto"):
-            if implementation == "auto":  # as if Transformer Engine were installed
-                fused = {"Adam": FusedAdam, "USING_PYTORCH_OPTIMIZER": False}
-                mock.patch.multiple(megatron_optimizer, **fused).start()
-                te = {"Adam": FusedAdam, "HAVE_APEX_OR_TE": True, "USING_TE_OPTIMIZER": True}
-                mock.patch.multiple(distrib_optimizer, **te).start()
             settings = OptimizerConfig(learning_rate=1e-2, clip_norm=1e9, implementation=implementation)
             learner, other = (make_learner(LAYOUTS["replicas"], torch.bfloat16, settings) for _ in range(2))
             scramble(learner)
@@ -195,15 +192,3 @@ def test_a_checkpoint_before_the_first_step_loads_and_training_continues_alike(t
             assert found["counts"] == [0, 0, 2, 2]
             assert found["trained"]
             assert all(found["equal"]), implementation
-
-
-def test_torch_adam_is_used_although_another_one_is_present(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(megatron_optimizer, "Adam", FusedAdam)
-    monkeypatch.setattr(megatron_optimizer, "USING_PYTORCH_OPTIMIZER", False)
-    with optimizer._adam("torch"):
-        assert megatron_optimizer.Adam is distrib_optimizer.Adam is torch.optim.AdamW
-        assert megatron_optimizer.USING_PYTORCH_OPTIMIZER
-    assert megatron_optimizer.Adam is FusedAdam
-    assert not megatron_optimizer.USING_PYTORCH_OPTIMIZER
-    with optimizer._adam("auto"):
-        assert megatron_optimizer.Adam is FusedAdam

@@ -60,7 +60,6 @@ class Trainer:
         self.updates = summary.open_updates(folder, self.version, launch.check)
 
     def update(self) -> None:
-        """Log an update and publish its checkpoint."""
         self.version += 1
         for index in range(EPISODES):
             self.episodes.add(replace(EPISODE, ticket=self.version, index=index), None, self.version)
@@ -87,7 +86,6 @@ def _start(folder: Path) -> Trainer:
 
 
 def publish(folder: Path, published: Published) -> None:
-    """Publish three checkpoints in one launch."""
     trainer = _start(folder)
     for _ in range(3):
         trainer.update()

@@ -1,4 +1,4 @@
-"""Weights are read from storage by the first of their replicas, and the others have the same bits."""
+"""Weights are read from storage by the first of their replicas, and the others have the same bits, in order."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.model.build import LoadError, load_hf
+from megatron_webrl.model.vision_language import experts
 from megatron_webrl.trainer import main
 from tests.trainer.ranks import process_groups, results
 
@@ -21,6 +22,9 @@ CASES: list[tuple[str, dict[str, int], bool]] = [
     ("sparse", {"expert_parallel": 2}, True),
 ]
 """A model, a layout, and whether rank 1 has first replicas in it."""
+
+
+SIDES = ("linear_fc1", "linear_fc2")
 
 
 def hugging_face(platform: Any, folder: Path, models: dict[str, Path]) -> list[dict[str, list[bool]]]:
@@ -40,6 +44,8 @@ def hugging_face(platform: Any, folder: Path, models: dict[str, Path]) -> list[d
             load_hf(learner.models, str(models[kind]))  # all of this rank's
             agree = [torch.equal(one, two) for one, two in zip(values, parameters, strict=True)]
             found.append({"weights": agree, "main": _main_weights_agree(learner)})
+            if kind == "sparse":
+                found[-1]["experts"] = _experts_lie_in_order(learner)
     config.model.path = str(_without_tensors(models["dense"], folder / "refused") if rank == 0 else models["dense"])
     config.trainer.expert_parallel = 1
     with process_groups(config), pytest.raises(LoadError, match=r"refused holds neither model\.safetensors nor "):
@@ -59,6 +65,13 @@ def _main_weights_agree(learner: Any) -> list[bool]:
         for models, mains in zip(part.shard_float16_groups, part.shard_fp32_from_float16_groups, strict=True):
             agree += [torch.equal(one.float(), two.detach()) for one, two in zip(models, mains, strict=True)]
     return agree
+
+
+def _experts_lie_in_order(learner: Any) -> list[bool]:
+    """Whether the weights of each layer's experts can be taken together without a copy."""
+    layers = [m for chunk in learner.models for m in chunk.modules() if isinstance(m, experts.Experts)]
+    sides = [[getattr(each, side).weight for each in m.local_experts] for m in layers for side in SIDES]
+    return [experts._stacked(weights).data_ptr() == weights[0].data_ptr() for weights in sides]
 
 
 def test_a_rank_without_a_first_replica_needs_no_hugging_face_tensors(

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import random
 import secrets
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
-from megatron_webrl.control.client import ticket_limit
-from megatron_webrl.control.state import TICKETS, JobState
 from megatron_webrl.ring.record import decode_trajectory, encode_trajectory
 from megatron_webrl.ring.ring import Ring
 from megatron_webrl.track import episodes
@@ -60,90 +57,6 @@ def test_tokens_of_an_earlier_restart_epoch_have_no_version() -> None:
     assert set(old.steps[0].versions.tolist()) == {NO_VERSION}
     assert current is group.trajectories[1]
     assert old.steps[0].logprobs is group.trajectories[0].steps[0].logprobs
-
-
-class _Job:
-    """A simulated job: the control service's queue, and the contents of ring, trainer and checkpoint."""
-
-    GROUPS, AHEAD = 3, 2
-
-    def __init__(self, seed: int) -> None:
-        self.choose = random.Random(seed)
-        self.resume_point = ResumePoint()
-        self.state = JobState()
-        self.state.start_epoch(0, 0, [])
-        self.issued, self.next, self.pending = 0, 0, []  # type: int, int, list[int]
-        self.epochs = 1
-        self.in_flight: list[int] = []
-        self.ring: list[int] = []
-        self.closed: set[int] = set()  # since the beginning
-        self.all_closed: list[int] = []  # not rolled back
-        self.saved = (TrainerState(0, 0, 0, (), EMPTY, 0), 0)
-        self.wasted = 0
-
-    def issue(self) -> None:
-        limit = ticket_limit(len(self.resume_point.surviving_tickets), len(self.closed), self.AHEAD, self.GROUPS)
-        for _ in range(limit - self.issued):
-            ticket = self.pending.pop(0) if self.pending else self.next
-            self.next = max(self.next, ticket + 1)
-            self.issued += 1
-            self.state.append(TICKETS, [[ticket, tickets([ticket])[ticket]]])
-
-    def claim(self) -> None:
-        self.issue()
-        self.in_flight += [ticket for ticket, *_ in self.state.claim(TICKETS, "rollout-0", 1)]
-
-    def finish(self) -> None:
-        if self.in_flight:
-            self.ring.append(self.in_flight.pop(self.choose.randrange(len(self.in_flight))))
-            assert self.state.close(TICKETS, self.ring[-1])
-
-    def close(self) -> None:
-        if self.ring:
-            ticket = self.ring.pop(self.choose.randrange(len(self.ring)))
-            self.closed.add(ticket)
-            self.all_closed.append(ticket)
-
-    def save(self) -> None:
-        base, open_tickets = self.resume_point.checkpoint_tickets(self.next, self.closed)
-        assert sorted([*self.all_closed, *open_tickets]) == list(range(base + len(open_tickets)))
-        self.saved = (TrainerState(0, 0, base, open_tickets, EMPTY, 0), len(self.all_closed))
-
-    def trainer_dies(self) -> None:
-        state, closed = self.saved
-        rewound = self.state.rewind_tickets()
-        if self.choose.random() < 0.2:  # the next attempt dies before it opens the job
-            rewound = self.state.rewind_tickets()
-        assert self.state.claim(TICKETS, "rollout-0", 1) == []  # not before the next epoch
-        self.wasted += len(self.all_closed) - closed
-        del self.all_closed[closed:]
-        survivors, again = split_tickets(dict(rewound["open"]), tickets(self.ring), state, rewound["end"])
-        assert survivors == tickets([*self.in_flight, *self.ring])
-        epochs = tuple((epoch, version) for epoch, version in rewound["epochs"])
-        self.resume_point = ResumePoint(len(epochs), 0, again, rewound["end"], survivors, epochs)
-        self.issued, self.next, self.pending, self.closed = 0, rewound["end"], list(again), set()
-        self.state.start_epoch(len(epochs), 0, [])
-        self.epochs += 1
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_after_trainer_deaths_every_ticket_is_closed_once_and_open_tickets_stay_limited(seed: int) -> None:
-    job = _Job(seed)
-    steps, weights = (job.claim, job.finish, job.close, job.save, job.trainer_dies), (40, 30, 20, 3, 2)
-    for _ in range(1500):
-        job.choose.choices(steps, weights)[0]()
-        open_count = len(job.in_flight) + len(job.ring)
-        assert open_count <= (job.AHEAD + 1) * job.GROUPS
-        assert len({*job.in_flight, *job.ring}) == open_count  # no surviving ticket is reissued
-    assert job.epochs > 5
-    assert job.wasted > 0
-    for _ in range(40):  # reissued tickets, and those in flight
-        for step in (job.claim, job.finish, job.close):
-            step()
-    job.save()
-    state, _ = job.saved
-    assert len(job.all_closed) == len(set(job.all_closed)) == state.closed_tickets
-    assert len(state.open_tickets) <= (job.AHEAD + 1) * job.GROUPS
 
 
 def test_episodes_counted_after_the_checkpoint_are_rolled_back_unless_their_record_is_present(tmp_path: Path) -> None:

@@ -48,7 +48,6 @@ def varied_groups(seed: int, groups: int = 4, size: int = 5) -> list[Group]:
 
 
 def plain_group(outcomes: list[bool], lengths: list[int], ticket: int = 0) -> Group:
-    """A group of plain episodes, one for each outcome."""
     return Group(
         ticket,
         tuple(

@@ -25,7 +25,6 @@ MERGES = ("none", "trajectory", "all")
 def build(
     folder: Path, samples: list[batching.TrainingSample], merge: str = "all", max_tokens: int = 60, replicas: int = 2
 ) -> list[Microbatch]:
-    """The micro-batches of all replicas."""
     cost = FlopsEstimator.from_hf_config(load_hf_config(folder))
     packers = [
         SequencePacker(Processor.load(folder), max_tokens, torch.device("cpu"), rank, replicas, cost,

@@ -25,7 +25,6 @@ def processor(tiny_model: Path) -> Processor:
 
 @pytest.fixture(scope="module")
 def build(processor: Processor, tiny_model: Path) -> Build:
-    """Micro-batches of one rank; options are those of the packer."""
     cost = FlopsEstimator.from_hf_config(load_hf_config(tiny_model))
 
     def built(samples: list[TrainingSample], normalizer: str = "per_trajectory", **options: Any) -> list[Microbatch]:

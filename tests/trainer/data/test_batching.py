@@ -5,6 +5,7 @@ from itertools import product
 
 import pytest
 
+from megatron_webrl.config.distillation import DistillationConfig
 from megatron_webrl.config.loss import loss_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.trainer.data import batching
@@ -65,6 +66,19 @@ def test_tokens_are_weighed_by_the_equations_of_each_minibatch():
         batching.token_weight("sum", 4, 200, steps=1, constant_steps=1)
 
 
+def test_failures_of_equal_advantage_are_pushed_by_their_length_per_trajectory_only():
+    """Exact: the gradient of the logit of ending an episode, over all failures by their probability."""
+    ends, horizon, pushes = 0.3, 16, {}
+    for normalizer in ("constant", "per_trajectory"):
+        pushes[normalizer] = 0.0
+        for length, ended in (*((length, 1) for length in range(1, horizon + 1)), (horizon, 0)):
+            probability = (1 - ends) ** (length - ended) * ends**ended
+            weight = batching.token_weight(normalizer, 1, horizon, length, 8)
+            pushes[normalizer] -= probability * weight * (ended - length * ends)  # advantage -1
+    assert pushes["constant"] == pytest.approx(0.0, abs=1e-12)
+    assert pushes["per_trajectory"] < -0.05  # ending becomes less likely
+
+
 def test_the_loss_selects_the_samples_and_advantages_of_an_update():
     config = Config()
     plain = [(s.trajectory_id, s.advantage) for s in batching.make_samples(groups())]
@@ -72,6 +86,11 @@ def test_the_loss_selects_the_samples_and_advantages_of_an_update():
     for name in ("raft", "raft_plus_plus"):
         config.trainer.loss = loss_config(name)
         assert {s.advantage for s in batching.training_samples(groups(), config, 3)} == {1.0}
+    config.trainer.loss = loss_config()
+    config.trainer.distillation = DistillationConfig(coefficient=1.0, rewards=False)
+    alone = batching.training_samples(groups(), config, 3)
+    assert {s.trajectory_id for s in alone} == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    assert not any(s.advantage for s in alone)
 
 
 def test_shuffled_rewards_are_a_permutation_among_trainable_trajectories():

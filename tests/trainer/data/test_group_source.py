@@ -62,7 +62,6 @@ def go(ready: int) -> bool:
 
 
 def take(source: GroupSource, count: int) -> list[tuple[Group, list[int]]]:
-    """Groups for an update, which have arrived."""
     taken = source.wait_for_groups(0, count, 5.0, go)
     assert taken is not None
     return taken

@@ -23,39 +23,27 @@ from megatron_webrl.trainer.data.packing import FlopsEstimator
 from megatron_webrl.trainer.data.sequence_packer import SequencePacker
 from megatron_webrl.trainer.main import compute_options, make_sequence_packer
 from tests.model.layout_ranks import wrap
-from tests.trainer.growing_prompts import SIZES, episode, random_tokens, step
+from tests.trainer.growing_prompts import SIZES, random_tokens, step
 from tests.trainer.ranks import process_groups, results
 from tests.trajectories import screenshot
 
+TREE: dict[str, Any] = {"merge_prefixes": "all", "min_shared_tokens": 2}
 WAYS: dict[str, dict[str, Any]] = {
-    "one by one": {"merge_prefixes": "none", "microbatch_multiple": 9},
+    "one by one": {"merge_prefixes": "none", "microbatch_multiple": 7},
     "packed, three replicas of two rows": {"merge_prefixes": "none", "data_parallel_size": 3, "microbatch_multiple": 2},
     "merged": {"merge_prefixes": "trajectory"},
-    "merged, one row": {"merge_prefixes": "trajectory", "max_tokens": 400},
     "merged, more rows than samples": {
         "merge_prefixes": "trajectory", "data_parallel_size": 2, "microbatch_multiple": 4,
     },
-}  # fmt: skip
-TREE: dict[str, Any] = {"merge_prefixes": "all", "min_shared_tokens": 2}
-TREE_WAYS: dict[str, dict[str, Any]] = {
-    "one by one": {"merge_prefixes": "none", "max_tokens": 1000, "microbatch_multiple": 7},
-    "merged": {"merge_prefixes": "trajectory", "max_tokens": 1000},
-    "tree": TREE | {"max_tokens": 1000},
+    "tree": TREE,
     "tree, two replicas": TREE | {"max_tokens": 200, "data_parallel_size": 2},
-}
+}  # fmt: skip
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2, sequence parallel": {"tensor_parallel": 2},
     "pp2": {"pipeline_parallel": 2},
     "cp2": {"context_parallel": 2, "recompute": "full"},
     "dp2": {"data_parallel": 2, "recompute": "selective"},
 }
-
-
-def make_samples(processor: Processor) -> list[TrainingSample]:
-    """Nine steps of four episodes: three episodes grow, one step extends no other; screenshots are shared."""
-    first, second = episode(processor, 0, (6, 2, 9)), episode(processor, 1, (3, 8), images=1, advantage=-0.5)
-    third, fourth = episode(processor, 2, (5, 1, 4, 2), images=1, advantage=0.3), episode(processor, 3, (7, 7))
-    return [*first, *second, *third[:3], fourth[1]]
 
 
 def group_samples(processor: Processor) -> list[TrainingSample]:
@@ -82,18 +70,13 @@ def group_samples(processor: Processor) -> list[TrainingSample]:
 
 
 def run(platform: Any, _: Path, model: Path) -> dict[str, dict[str, Any]]:
-    """Log-probabilities, gradients, and counts of tokens and patches, for each way of packing."""
-    processor, found = Processor.load(model), {}
-    cost = FlopsEstimator.from_hf_config(load_hf_config(model))
+    """Log-probabilities, gradients, and numbers of micro-batches and tokens, for each way of packing."""
+    processor, cost = Processor.load(model), FlopsEstimator.from_hf_config(load_hf_config(model))
     with process_groups(ParallelSizes()):
-        for name, dtype, samples, ways in (
-            ("steps", "float32", make_samples(processor), WAYS),
-            ("tree", "float64", group_samples(processor), TREE_WAYS),
-        ):
-            (chunk,) = build_model(str(model), dtype=dtype, platform=platform)
-            fill(chunk)
-            found[name] = {way: _examine(chunk, processor, cost, samples, options) for way, options in ways.items()}
-    return found
+        (chunk,) = build_model(str(model), dtype="float64", platform=platform)
+        fill(chunk)
+        samples = group_samples(processor)
+        return {way: _examine(chunk, processor, cost, samples, options) for way, options in WAYS.items()}
 
 
 def fill(model: Any) -> None:
@@ -110,91 +93,46 @@ def fill(model: Any) -> None:
 def _examine(
     model: Any, processor: Processor, cost: FlopsEstimator, samples: list[TrainingSample], way: dict[str, Any]
 ) -> dict[str, Any]:
-    options = {"data_parallel_size": 1, "max_tokens": 130, "device": torch.device("cpu"), "flops_estimator": cost} | way
+    options = {"data_parallel_size": 1, "max_tokens": 1000} | way
     model.zero_grad()
-    tokens = patches = 0
-    rows, marks, scores = [], [], []
+    tokens, rows, marks, scores = 0, [], [], []
     for replica in range(options["data_parallel_size"]):
-        built = SequencePacker(processor, data_parallel_rank=replica, **options).build(samples, "per_trajectory", 10)
+        packer = SequencePacker(
+            processor, device=torch.device("cpu"), flops_estimator=cost, data_parallel_rank=replica, **options
+        )
+        built = packer.build(samples, "per_trajectory", 10)
         rows.append(len(built))
         for batch in built:
-            logits, vocabulary = model(batch.inputs), model.unpadded_vocab_size
-            if logits.dtype is torch.float64:  # the trainer's function computes in float32
-                scaled = logits[:, :vocabulary] / batch.temperature
-                logprobs = scaled.log_softmax(dim=1).gather(1, batch.targets[:, None])[:, 0]
-            else:
-                logprobs, _ = vocab_parallel_logprobs(logits, batch.targets, batch.temperature, vocabulary, None)
+            logits = model(batch.inputs)[:, : model.unpadded_vocab_size] / batch.temperature
+            logprobs = logits.log_softmax(dim=1).gather(1, batch.targets[:, None])[:, 0]  # the trainer's are in float32
             (batch.weight * batch.advantage * logprobs).sum().backward()
             real = batch.weight > 0
-            if real.any():
-                tokens, patches = tokens + batch.token_count, patches + len(batch.inputs.pixels)
+            tokens += batch.token_count * bool(real.any())
             marks.append(batch.behaviour_logprobs[real])
             scores.append(logprobs.detach()[real])
     order = torch.cat(marks).argsort()
     gradients: dict[str, Tensor] = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     return {"marks": torch.cat(marks)[order], "logprobs": torch.cat(scores)[order], "gradients": gradients,
-            "tokens": tokens, "patches": patches, "rows": rows}  # fmt: skip
+            "tokens": tokens, "rows": rows}  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[str, dict[str, Any]]:
-    """Samples -> way of packing -> its results."""
-    return results(run, tmp_path_factory.mktemp("packing"), tiny_model, ranks=1)[0]
-
-
-def patches(*samples: TrainingSample) -> int:
-    """Patches of all images of the steps."""
-    return sum(int(sample.grids.prod(axis=1).sum()) for sample in samples)
-
-
-def distinct_patches(*samples: TrainingSample) -> int:
-    """Patches of the different images."""
-    found = {image: grid for sample in samples for image, grid in zip(sample.images, sample.grids, strict=True)}
-    return sum(int(grid.prod()) for grid in found.values())
-
-
-def test_log_probabilities_and_gradients_are_those_of_samples_one_by_one(found: dict[str, dict[str, Any]]) -> None:
-    for samples, ways in found.items():
-        alone = ways["one by one"]
-        exact = samples == "tree"  # in float64, but for the norms of gradients
-        whole = torch.stack([gradient.norm() for gradient in alone["gradients"].values()]).norm()
-        assert len(alone["marks"]) == len(alone["marks"].unique())
-        assert any("visual" in name for name in alone["gradients"])
-        for way, other in ways.items():
-            assert torch.equal(alone["marks"], other["marks"]), (samples, way)
-            moved = (alone["logprobs"] - other["logprobs"]) / (alone["logprobs"] if exact else 1)
-            assert moved.abs().max() < (1e-12 if exact else 1e-5), (samples, way)
-            assert alone["gradients"].keys() == other["gradients"].keys()
-            for name, gradient in alone["gradients"].items():
-                assert gradient.norm() > 0
-                difference = (gradient - other["gradients"][name]).norm()
-                assert difference < (1e-6 if exact else 1e-5) * gradient.norm(), (samples, way, name)
-                assert not exact or difference < 1e-6 * whole, (way, name)
-
-
-def test_what_is_merged_is_computed_once_in_as_many_microbatches_as_requested(
-    found: dict[str, dict[str, Any]], tiny_model: Path
-) -> None:
-    processor = Processor.load(tiny_model)
-    assert {way: result["rows"] for way, result in found["steps"].items()} == {
-        "one by one": [9], "packed, three replicas of two rows": [2, 2, 2], "merged": [2], "merged, one row": [1],
-        "merged, more rows than samples": [4, 4],
-    }  # fmt: skip
-    samples = make_samples(processor)
-    last = [samples[i] for i in (2, 4, 7, 8)]  # the last step of each episode, which contains the others
-    alone, merged, together = (
-        found["steps"][way] for way in ("one by one", "merged, more rows than samples", "merged, one row")
-    )
-    assert alone["tokens"] == sum(sample.length for sample in samples)
-    assert merged["tokens"] == together["tokens"] == sum(sample.length for sample in last)
-    assert (alone["patches"], merged["patches"]) == (patches(*samples), patches(*last))
-    assert together["patches"] == distinct_patches(*last) < merged["patches"]
-
-    alone, tree, samples = found["tree"]["one by one"], found["tree"]["tree"], group_samples(processor)
-    assert (alone["rows"], tree["rows"]) == ([7], [1])
-    merged = found["tree"]["merged"]
-    assert tree["tokens"] < merged["tokens"] < alone["tokens"] == sum(sample.length for sample in samples)
-    assert tree["patches"] == distinct_patches(*samples)
+def test_log_probabilities_and_gradients_are_those_of_samples_one_by_one(tmp_path: Path, tiny_model: Path) -> None:
+    (ways,) = results(run, tmp_path, tiny_model, ranks=1)
+    alone = ways["one by one"]
+    whole = torch.stack([gradient.norm() for gradient in alone["gradients"].values()]).norm()
+    assert len(alone["marks"]) == len(alone["marks"].unique())
+    assert any("visual" in name for name in alone["gradients"])
+    for way, other in ways.items():
+        assert torch.equal(alone["marks"], other["marks"]), way
+        assert ((alone["logprobs"] - other["logprobs"]) / alone["logprobs"]).abs().max() < 1e-12, way
+        assert alone["gradients"].keys() == other["gradients"].keys()
+        for name, gradient in alone["gradients"].items():
+            assert gradient.norm() > 0
+            difference = (gradient - other["gradients"][name]).norm()
+            assert difference < 1e-6 * gradient.norm(), (way, name)  # the norms of gradients are not in float64
+            assert difference < 1e-6 * whole, (way, name)
+    assert [ways[way]["rows"] for way in WAYS][:5] == [[7], [2, 2, 2], [1], [4, 4], [1]]
+    assert ways["tree"]["tokens"] < ways["merged"]["tokens"] < alone["tokens"]
 
 
 def in_layouts(platform: Any, _: Path, model: Path) -> dict[str, dict[str, Any]]:

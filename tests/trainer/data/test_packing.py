@@ -17,7 +17,7 @@ from tests.trainer.growing_prompts import step
 COST = FlopsEstimator(
     per_token=3e9, per_token_pair=2e5, per_scored_token=6e8, per_patch=1e9, per_patch_pair=1e5
 )  # similar to the 2B model
-LENGTHS = st.lists(st.tuples(st.integers(2, 500), st.sampled_from([1.0, 0.7])), min_size=1, max_size=60)
+LENGTHS = st.lists(st.integers(2, 500), min_size=1, max_size=60)
 
 
 def chain(length: int, temperature: float = 1.0, images: tuple[bytes, ...] = (), grid: int = 16) -> MergedSequence:
@@ -37,32 +37,18 @@ def web_agent_chains(count: int, seed: int = 0) -> list[MergedSequence]:
     return chains
 
 
-def tokens(chains: list[MergedSequence], row: list[int]) -> int:
-    return sum(chains[i].length for i in row)
-
-
 def costs(chains: list[MergedSequence], rows: list[list[int]]) -> list[float]:
     return [COST.packed_flops(*(chains[i] for i in row)) for row in rows]
 
 
 @given(LENGTHS, st.integers(500, 2000), st.integers(1, 4), st.integers(1, 3))
-def test_each_sequence_is_packed_once_and_replicas_get_equally_many(
-    shapes: list[tuple[int, float]], limit: int, replicas: int, multiple: int
+def test_only_too_few_sequences_leave_a_microbatch_empty(
+    lengths: list[int], limit: int, replicas: int, multiple: int
 ) -> None:
-    chains = [chain(*shape) for shape in shapes]
-    parts = pack_sequences(chains, COST, limit, replicas, multiple)
+    parts, unit = pack_sequences([*map(chain, lengths)], COST, limit, replicas, multiple), replicas * multiple
     rows = [row for part in parts for row in part]
-    assert sorted(i for row in rows for i in row) == list(range(len(chains)))
-    assert all(tokens(chains, row) <= limit for row in rows)
-    assert all(len({chains[i].temperature for i in row}) <= 1 for row in rows)
-    assert len(parts) == replicas
-    assert len({len(part) for part in parts}) == 1
-    assert len(parts[0]) % multiple == 0
-    alike = [chain(length) for length, _ in shapes]
-    rows = [row for part in pack_sequences(alike, COST, limit, replicas, multiple) for row in part]
-    if [] in rows:  # only if there are too few sequences
-        unit = replicas * multiple
-        assert len(chains) < len(rows) == math.ceil(len(chains) / unit) * unit
+    if [] in rows:
+        assert len(lengths) < len(rows) == math.ceil(len(lengths) / unit) * unit
         assert all(len(row) <= 1 for row in rows)
 
 

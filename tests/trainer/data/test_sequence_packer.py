@@ -51,25 +51,6 @@ def test_microbatches_of_all_replicas_weigh_each_token_by_the_whole_minibatch(
         assert dict(found) == pytest.approx(wanted), (normalizer, merge)
 
 
-def test_each_token_has_its_step_index_on_every_context_parallel_rank(processor: Processor, build: Build) -> None:
-    samples = [*episode(processor, 0, (6, 2, 3)), *episode(processor, 1, (7,))]
-    for merge in MERGES:
-        options = {"merge_prefixes": merge, "context_parallel_size": 2}
-        ranks = [build(samples, context_parallel_rank=rank, **options) for rank in (0, 1)]
-        steps = 0
-        for parts in zip(*ranks, strict=True):
-            assert torch.equal(parts[0].step_lengths, parts[1].step_lengths)
-            step = torch.cat([part.step_index for part in parts])
-            behaviour = torch.cat([part.behaviour_logprobs for part in parts])
-            assert torch.bincount(step).tolist() == parts[0].step_lengths.tolist()
-            for number, length in enumerate(parts[0].step_lengths.tolist()):
-                (sample,) = (s for s in samples if s.behaviour_logprobs[0] in behaviour[step == number])
-                assert sorted(behaviour[step == number].tolist()) == sample.behaviour_logprobs.tolist()
-                assert len(sample.response) == length
-                steps += 1
-        assert steps == len(samples), merge
-
-
 def test_tensor_parallel_ranks_divide_the_images(processor: Processor, build: Build) -> None:
     samples = [*episode(processor, 0, (4, 3, 2)), *episode(processor, 1, (4,), images=3)]
     (whole,) = build(samples)
@@ -116,21 +97,3 @@ def test_empty_microbatches_are_padded_with_the_shortest_sample_at_weight_zero(
     assert {batch.inputs.tokens.numel() for batch in weightless} == {samples[2].length}
     assert {batch.token_count for batch in weightless} == {0}
     assert sum(float(batch.weight.sum()) for part in parts for batch in part) == pytest.approx(8 / 4 + 3 / 2)
-
-
-def test_context_parallel_ranks_divide_the_response_tokens(processor: Processor, build: Build) -> None:
-    samples = [*episode(processor, 0, (4, 3, 2)), *episode(processor, 1, (4,), images=3)]
-    (whole,) = build(samples)
-    ranks = [
-        batch
-        for rank in range(3)
-        for batch in build(samples, context_parallel_rank=rank, context_parallel_size=3, token_multiple=2)
-    ]
-    length = -(-whole.token_count // 6) * 2
-    for rank, batch in enumerate(ranks):
-        assert all(rank * length <= place < (rank + 1) * length for place in batch.inputs.scored_positions.tolist())
-        assert torch.equal(batch.inputs.tokens, whole.inputs.tokens)
-        assert torch.equal(batch.inputs.tokens[batch.inputs.scored_positions + 1], batch.targets)
-    for name in ("targets", "behaviour_logprobs", "versions", "advantage", "weight"):
-        assert torch.equal(torch.cat([getattr(batch, name) for batch in ranks]), getattr(whole, name))
-    assert [batch.token_count for batch in ranks] == [whole.token_count, 0, 0]

@@ -34,7 +34,7 @@ from megatron_webrl.trainer.accounting import Accounting
 from megatron_webrl.trainer.checkpoint.checkpointer import TrainerState, read_trainer_state
 from megatron_webrl.trainer.checkpoint.recovery import make_resume_point
 from megatron_webrl.trainer.coordinator import Coordinator
-from megatron_webrl.trainer.data import group_source, replay_buffer
+from megatron_webrl.trainer.data import group_source
 from megatron_webrl.trainer.data.task_sampler import BLOCK_LIST_FILE as FILE
 from megatron_webrl.trainer.data.task_sampler import BlockList, TaskSampler
 from megatron_webrl.trainer.metrics.logprob_mismatch import LagMismatch, LogprobMismatch
@@ -44,7 +44,6 @@ from tests.job_control import claim_tickets, connect, control_service
 from tests.trainer.multi_node.nodes import one_node_exchange
 from tests.trainer.ranks import results
 from tests.trajectories import trajectory
-from tools.bench import recorded_groups
 
 SKILL = {"click-test": 0.98, "click-tab": 0.5, "enter-text": 0.1, "focus-text": 0.8, "click-link": 0.02}
 UPDATES, GROUP, IN_FLIGHT = 8, 4, 8
@@ -54,7 +53,6 @@ MISMATCH = LogprobMismatch({1: LagMismatch(4, 0.2, 0.9, 1.0, 0.5)})
 
 
 def run(_: Any, folder: Path) -> dict[str, dict[str, Any]]:
-    """A run without interruption, and one that is resumed."""
     group_source.POLL_SECONDS = 0.001
     return {name: Run(folder, name).run(ends) for name, ends in (("whole", ()), ("resumed", (4,)))}
 
@@ -73,7 +71,6 @@ class Run:
         self.config.trainer.updates, self.config.trainer.groups_per_update = UPDATES, 3
         # Many tickets in flight and fast estimates: a ticket that changed its state would change its task.
         knowledge.LATEST_GROUP_WEIGHT, self.config.rollout.max_staleness = 0.8, 4
-        self.config.tracking.keep_records = True
         self.config.run_folder.mkdir()
         (self.config.run_folder / "config.yaml").touch()
         self.source = MiniWobTaskSource(list(SKILL), TasksConfig(max_steps=4, sampler=self.config.tasks.sampler))
@@ -121,15 +118,12 @@ class Run:
                             UpdateResult(end, groups, METRICS, MISMATCH, UpdateSeconds(1, 1, 1, 1, 0), {})
                         )
                     warned = [call.args[0] % call.args[1:] for call in warning.call_args_list]
-                    trained = [(g.ticket, [t.index for t in g.trajectories]) for g in groups]
                 coordinator.close_update(groups, version + 1)
             sampler = coordinator.task_sampler
             assert sampler is not None
-            stored = recorded_groups.read_groups(replay_buffer.group_file_path(self.config.records_folder, end - 1))
-            kept = [(g.ticket, [t.index for t in g.trajectories]) for g in stored]
             return coordinator.trainer_state(end), {
                 "rates": {name: sampler.pass_rate(name) for name in SKILL}, "kept_tasks": len(sampler.tasks),
-                "trained": trained, "kept": kept, "warned": warned,
+                "warned": warned,
             }  # fmt: skip
 
     def _work(self, coordinator: Coordinator, worker: Any, ring: Ring, version: int) -> bool:
@@ -168,13 +162,11 @@ def test_a_resumed_run_continues_with_the_tasks_of_an_uninterrupted_one(tmp_path
     assert figures["sampler/pass_rate/click-test"] > figures["sampler/pass_rate/enter-text"]
     # The metrics are taken before the update's own groups are closed.
     assert sum(figures[f"sampler/closed_tickets/{name}"] for name in SKILL) == resumed["base"] - 3
-    # An update warns of a trainer far from the engine, and keeps its groups where wanted.
+    # An update warns of a trainer far from the engine.
     assert whole["figures"]["logprob_mismatch/kl/lag_1"] == 0.9
     (warning,) = whole["warned"]
     assert warning.startswith(f"update {UPDATES}: ")
     assert "0.9 nats" in warning
-    assert len(whole["trained"]) == 3
-    assert whole["kept"] == whole["trained"]
 
 
 TWO = tasks_config(environments=["click-test", "click-tab"], sampler=SamplerConfig("curriculum"))

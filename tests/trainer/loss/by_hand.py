@@ -91,7 +91,6 @@ def surrogate(advantage: float, current: float, old: float, frozen: float, confi
 
 
 def bounded(ratio: float, config: Any) -> float:
-    """The importance weight after floor and cap."""
     low, high = config.importance_weight_floor, config.importance_weight_cap
     if low <= ratio <= high:
         return ratio
@@ -126,7 +125,6 @@ def used_weight(response: list[int], token: int, data: Arrays, config: Any) -> f
 
 
 def responses(data: Arrays) -> list[list[int]]:
-    """The tokens of each response."""
     return [list(np.flatnonzero(data["step_index"] == step)) for step in range(len(data["step_lengths"]))]
 
 

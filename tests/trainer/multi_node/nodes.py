@@ -69,7 +69,6 @@ class Member:
         self.source = GroupSource(self.rings, self.config, ResumePoint(), Accounting()) if rank == 0 else None
 
     def share(self, count: int, version: int = 0) -> list[Group]:
-        """The next groups of an update."""
         taken = None
         if self.source is not None:
             taken = self.source.wait_for_groups(version, count, 60.0, lambda ready: True)
@@ -79,6 +78,5 @@ class Member:
         return groups
 
     def close(self, groups: Sequence[Group]) -> None:
-        """The update with these groups is made."""
         for each in groups if self.source is not None else ():
             self.source.close_group(each, self.numbers[each.ticket])

@@ -46,8 +46,6 @@ from tools.bench import recorded_groups
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the trainer, and the node of each rank."""
-
     trainer: dict[str, int]
     nodes: tuple[int, ...]
 
@@ -58,8 +56,7 @@ LAYOUTS = {
     "tp2 dp2": Layout({"tensor_parallel": 2, "data_parallel": 2}, (0, 0, 1, 1)),
     "tp2 over nodes, dp2": Layout({"tensor_parallel": 2, "data_parallel": 2}, (0, 1, 0, 1)),
 }
-HOMES = (0, 0, 1, 0, 0, 0)
-"""The ring that each group is written to."""
+HOMES = (0, 0, 1, 0, 0, 0)  # the ring that each group is written to
 
 
 @pytest.fixture
@@ -112,14 +109,12 @@ def _update(config: Config, platform: Any, names: Sequence[str], node: int) -> d
 
 
 def image_homes(config: Config) -> dict[bytes, int]:
-    """The node of each screenshot."""
     groups = zip(HOMES, make_groups(config, len(HOMES)), strict=True)
     return {image_key(i): home for home, each in groups for t in each.trajectories for i in t.images}
 
 
 def _compare_with_plan(packer: Any, groups: Sequence[Group], config: Config) -> dict[str, Any]:
-    """Compare this rank's training data with the plan and with the written data, byte for byte."""
-    originals = {image_key(i): i for g in make_groups(config, len(HOMES)) for t in g.trajectories for i in t.images}
+    """The groups, and the screenshots that this rank encodes; its sequences are those of the plan."""
     parts = minibatches(
         training_samples(groups, config, VERSION), config.trainer.minibatches, config.run.seed + VERSION
     )
@@ -131,14 +126,8 @@ def _compare_with_plan(packer: Any, groups: Sequence[Group], config: Config) -> 
             tokens = torch.cat([torch.from_numpy(sequence.tokens) for sequence in planned.sequences])
             assert torch.equal(inputs.tokens, tokens.long())
             unique = [bytes(key) for key, _ in unique_images(planned.sequences)]
-            encoded = [unique[i] for i in inputs.local_images.tolist()]
-            if encoded:
-                expected = packer.processor.pixels([originals[key] for key in encoded])[0]
-                assert torch.equal(inputs.load_pixels(), expected)
-            mine.update(encoded)
-    tokens = [sum(s.length for each in part for s in each.sequences) for plan in plans for part in plan]
-    return {"mine": sorted(mine), "rows": [len(part) for plan in plans for part in plan], "tokens": tokens,
-            "groups": [(g.ticket, [t.index for t in g.trajectories]) for g in groups]}  # fmt: skip
+            mine.update(unique[i] for i in inputs.local_images.tolist())
+    return {"mine": mine, "groups": [(g.ticket, [t.index for t in g.trajectories]) for g in groups]}
 
 
 @pytest.mark.parametrize("name", ["dp2", *(pytest.param(each, marks=pytest.mark.slow) for each in [*LAYOUTS][1:])])
@@ -150,7 +139,7 @@ def test_an_update_with_groups_of_two_nodes_is_that_of_one_node_and_moves_only_n
     homes = image_homes(make_config(tiny_model))
     moved = needed = 0
     for node, rank in zip(layout.nodes, ranks, strict=True):
-        assert (rank["groups"], rank["tokens"]) == (ranks[0]["groups"], ranks[0]["tokens"])
+        assert rank["groups"] == ranks[0]["groups"]
         (metrics, gap), (expected, expected_gap) = rank["result"], rank["expected"]
         assert metrics["gradient_norm"] > 0
         # A rank computes an image once: operations depend on which samples of an image are on the same one.
@@ -171,10 +160,6 @@ def test_an_update_with_groups_of_two_nodes_is_that_of_one_node_and_moves_only_n
     assert figures["nodes/images_mib"] * 2**20 == pytest.approx(needed)
     assert figures["nodes/local_fraction"] == pytest.approx(1 - moved / needed)
     assert 0 < figures["nodes/other_mib"] < figures["nodes/images_mib"]
-    if name == "dp2":  # loads are equal
-        rows, tokens = ranks[0]["rows"], ranks[0]["tokens"]
-        assert rows[::2] == rows[1::2]
-        assert max(sum(tokens[::2]), sum(tokens[1::2])) < 0.6 * sum(tokens)
 
 
 def late_and_damaged(_: Any, folder: Path, names: Sequence[str]) -> dict[str, Any]:

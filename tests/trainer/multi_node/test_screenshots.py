@@ -72,7 +72,7 @@ def test_each_sequence_is_assigned_once_and_loads_are_balanced(
     st.lists(st.sampled_from([ONE, TWO, BOTH]), min_size=1, max_size=5),
     st.integers(1, 2),
 )
-def test_packing_on_several_nodes_is_complete_within_the_limit_and_even(
+def test_packing_on_one_or_several_nodes_is_complete_within_the_limit_and_even(
     shapes: list[tuple[int, int, float]], limit: int, places: list[NodeSet], multiple: int
 ) -> None:
     chains, homes = at_home(shapes, 2)
