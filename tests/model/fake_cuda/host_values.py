@@ -200,40 +200,15 @@ def _caller() -> str:
     return "elsewhere"
 
 
-class _Waiting:
-    """A stream or an event of the fake device. `synchronize` is a host sync; everything else is order on the device."""
-
-    host: HostValues
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.device = torch.device("cuda", 0)
-
-    def synchronize(self) -> None:
-        self.host.record("synchronize")
-
-    def record_event(self, event: Any = None) -> Any:
-        return event if event is not None else type(self)()
-
-    def wait_stream(self, stream: Any) -> None:
-        pass
-
-    def wait_event(self, event: Any) -> None:
-        pass
-
-    def record(self, stream: Any = None) -> None:
-        pass
-
-    def wait(self, stream: Any = None) -> None:
-        pass
-
-
 @contextlib.contextmanager
 def fake_cuda() -> Iterator[HostValues]:
     """Inside, tensors on "cuda" are fake, and functions that need a device are replaced. Autograd runs in this thread:
     a thread per device would need the device."""
     host = HostValues()
-    device = type("Device", (_Waiting,), {"host": host})
-    stream = device()
+    # Streams and events: `synchronize` is a host sync; everything else is order on the device.
+    stream = mock.MagicMock(device=torch.device("cuda", 0))
+    stream.synchronize.side_effect = lambda: host.record("synchronize")
+    stream.record_event.return_value = stream
     properties = mock.Mock(major=9, minor=0, multi_processor_count=132, total_memory=80 * 2**30)
     replaced = {
         "is_available": lambda: True,
@@ -242,8 +217,8 @@ def fake_cuda() -> Iterator[HostValues]:
         "current_device": lambda: torch.device("cuda", 0),  # a bare index would ask for the device
         "synchronize": lambda device=None: host.record("synchronize"),
         "empty_cache": lambda: None,
-        "Stream": device,
-        "Event": device,
+        "Stream": lambda *args, **kwargs: stream,
+        "Event": lambda *args, **kwargs: stream,
         "current_stream": lambda device=None: stream,
         "default_stream": lambda device=None: stream,
         "stream": lambda stream: contextlib.nullcontext(),

@@ -1,7 +1,7 @@
 """A training pass on CUDA mixes no devices, and waits for the device only where HOST_SYNCS says so.
 
 At each entry the device idles until the host has read a value and launched the next kernels. Run as a process with
-device.cpp compiled and a folder for the models' configurations, it trains tiny models on fake CUDA tensors, as on a
+device.cpp compiled and the folder of the models, it trains tiny models on fake CUDA tensors, as on a
 GPU, and prints the host syncs of each pass as JSON.
 """
 
@@ -31,10 +31,12 @@ from megatron_webrl.config.advantage import CriticConfig, advantage_config
 from megatron_webrl.config.distillation import DistillationConfig
 from megatron_webrl.config.loss import LossConfig, loss_config
 from megatron_webrl.model.compute_options import ComputeOptions, ValueHeadKind
+from megatron_webrl.model.hf_config import load_hf_config
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.model.vision_language.packed_input import HOST_FIELDS
-from tests.model import tiny
 from tests.model.fake_cuda.host_values import HostValues, fake_cuda
+from tests.trainer.growing_prompts import episode
+from tools.make_tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.slow  # a compiler, and operations that are traced one by one
 
@@ -53,7 +55,6 @@ HOST_SYNCS = {
 
 
 NUMBERS = torch.arange(4)
-QUICKSTART = Path(__file__).resolve().parents[3] / "models" / "quickstart"
 LOSSES = [
     loss_config(
         name="gspo", importance_weight_level="product", importance_weight_floor=0.5, kl_rejection_bound=0.1,
@@ -64,13 +65,12 @@ LOSSES = [
 ]  # fmt: skip
 ENTROPY = loss_config(entropy_coefficient=0.1)
 TEACHER, CRITIC = DistillationConfig(coefficient=1.0), advantage_config("critic", coefficient=0.5)
-SHAPES = {"dense": tiny.Shape(layers=2), "moe": tiny.Shape(layers=2, experts=4)}
+MODELS = {"dense": 0, "moe": 4}  # number of experts
 
 
 def main(folder: str) -> None:
-    for name, shape in SHAPES.items():
-        tiny.configuration(shape).save_pretrained(Path(folder) / name)
-    real, found, processor = _microbatch(), {}, Processor.load(QUICKSTART)
+    found, processor = {}, Processor.load(Path(folder) / "dense")
+    real = _microbatch(processor, Path(folder) / "dense")
     patches = torch.zeros(4 * processor.patchifier.patch_bytes, dtype=torch.uint8)
     with fake_cuda() as host:
         from megatron_webrl.model import platform as platforms
@@ -79,7 +79,7 @@ def main(folder: str) -> None:
         found["each kind"] = _every_kind(host)
         found["pixels"] = _normalize(host, processor, patches)
         join_groups()
-        for name in SHAPES:
+        for name in MODELS:
             learner, microbatches = _learner(Path(folder) / name, platform), [_on_cuda(real, host)]
             found |= _syncs(host, {"score": _score, "train": _train}, learner, microbatches, name)
             if name == "dense":
@@ -154,37 +154,19 @@ def _every_kind(host: HostValues) -> dict[str, int]:
     return dict(host.syncs)
 
 
-def _microbatch() -> Any:
-    """A micro-batch of real tensors, before Megatron is imported; the last segment attends to the first."""
-    from megatron_webrl.trainer.data.sequence_packer import Microbatch
+def _microbatch(processor: Processor, folder: Path) -> Any:
+    """A micro-batch of real tensors, before Megatron is imported; the last sequence begins as the first."""
+    from megatron_webrl.trainer.data.packing import FlopsEstimator
+    from megatron_webrl.trainer.data.sequence_packer import SequencePacker
 
-    packed, targets = tiny.pack(list(tiny.samples().values()))
-    images, count, lengths = torch.arange(len(packed.grids)), len(targets), torch.tensor([9, 7, 11])
-    placeholders = (packed.tokens == tiny.IMAGE).nonzero().squeeze(1)
-    return Microbatch(
-        inputs=replace(
-            packed,
-            parents=torch.tensor([-1, -1, 0]),
-            image_indices=images,
-            local_images=images,
-            image_token_positions=placeholders,
-            value_rows=torch.tensor([0, 9, 16]),
-        ),
-        targets=targets,
-        behaviour_logprobs=torch.zeros(count),
-        versions=torch.zeros(count, dtype=torch.int32),
-        advantage=torch.ones(count),
-        weight=torch.ones(count),
-        succeeded=torch.ones(count, dtype=torch.bool),
-        step_index=torch.arange(3).repeat_interleave(lengths),
-        step_lengths=lengths.float(),
-        step_ids=((0, 0, 0), (0, 0, 1), (0, 0, 2)),
-        value_weight=torch.full((3,), 1 / 3),
-        temperature=tiny.TEMPERATURE,
-        token_count=packed.tokens.numel(),
-        value_targets=torch.ones(3),
-        teacher_logprobs=torch.zeros(count).index_fill(0, torch.tensor([3]), torch.nan),
-    )
+    cost = FlopsEstimator.from_hf_config(load_hf_config(folder))
+    packer = SequencePacker(processor, 2000, torch.device("cpu"), 0, 1, cost, merge_prefixes="all", min_shared_tokens=2)
+    first, second = episode(processor, 0, (9, 7))
+    other = replace(first, response=first.response[::-1].copy(), trajectory_id=(0, 1))
+    [batch] = packer.build([first, second, other], "token_mean", 1)
+    assert batch.inputs.parents is not None
+    teacher = torch.zeros(len(batch.targets)).index_fill(0, torch.tensor([3]), torch.nan)
+    return replace(batch, value_targets=torch.ones(3), teacher_logprobs=teacher)
 
 
 def _on_cuda(microbatch: Any, host: HostValues) -> Any:
@@ -252,6 +234,8 @@ def _library(folder: Path) -> Path:
 
 
 def test_a_pass_waits_for_the_device_only_where_listed(tmp_path: Path) -> None:
+    for name, experts in MODELS.items():
+        make_tiny_model(tmp_path / name, layers=2, experts=experts)
     command = [sys.executable, "-m", __name__, str(_library(tmp_path)), str(tmp_path)]
     environment = os.environ | {"TORCH_COMPILE_DISABLE": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
