@@ -70,12 +70,6 @@ def test_expanding_with_a_wrong_number_of_images_is_an_error(processor: Processo
         processor.expand_image_tokens(processor.encode_chat(messages(2)), processor.grids([picture()]))
 
 
-@pytest.mark.parametrize("data", [b"", b"<svg/>", picture()[:40]])
-def test_bytes_that_are_not_an_image_are_an_error(processor: Processor, data: bytes) -> None:
-    with pytest.raises(ValueError, match="bytes"):
-        processor.pixels([data])
-
-
 def test_a_response_ends_with_the_end_token_and_decodes_to_itself(processor: Processor) -> None:
     text = "Click.\n" + format_tool_call(Action("left_click", coordinate=(480, 120)))
     ids = processor.encode_response(text)

@@ -1,4 +1,4 @@
-"""Saves on two gloo processes: what they contain, what is on disk before what, how they fail, which ones stay."""
+"""Saves on two gloo processes: what they contain, what is on disk before what, how they fail."""
 
 from __future__ import annotations
 
@@ -62,10 +62,8 @@ def saves(_: Any, folder: Path) -> dict[str, Any]:
         return {
             "snapshot": _snapshot(learner, folder / "snapshot"),
             "synced": _synced(learner, folder / "synced"),
-            "held": _held_copies(learner, folder / "held"),
             "limit": _no_room(learner, folder / "limit"),
             "killed writer": _killed_writer(learner, folder / "killed"),
-            "names": _names(learner, folder / "names"),
             "weights": _weights_alone(learner, folder / "weights"),
         }
 
@@ -85,13 +83,30 @@ def _stopped_writers() -> Iterator[None]:
 
 
 def _snapshot(learner: Any, folder: Path) -> dict[str, Any]:
-    """Weights and moments change while the writer is stopped: the checkpoint must have the earlier ones."""
+    """Weights and moments change while the writer is stopped: the checkpoint must have the earlier ones.
+
+    They are copied to host memory as from a GPU, and the copies counted while the writer is stopped and at the end.
+    """
+    copies: list[weakref.ref[torch.Tensor]] = []
+
+    def preload(buckets: list[Any], non_blocking: bool) -> list[Any]:
+        copied = [
+            (name, key, (data, [(item, tensor.clone()) for item, tensor in tensors]))
+            for name, key, (data, tensors) in buckets
+        ]
+        copies.extend(weakref.ref(tensor) for _, _, (_, tensors) in copied for _, tensor in tensors)
+        return copied
+
+    def count_alive() -> int:
+        gc.collect()
+        return sum(reference() is not None for reference in copies)
+
     checkpoints = checkpoints_in(folder)
     before = tensors_of(save(checkpoints, learner, 1))
-    with _stopped_writers():
+    with mock.patch.object(FileSystemWriterAsync, "preload_tensors", staticmethod(preload)), _stopped_writers():
         checkpoints.start_save(learner, state_of(2))
     checkpoints.poll()
-    waited_for = checkpoints._current is not None
+    waited_for, held = checkpoints._current is not None, [len(copies), count_alive()]
     for _ in range(2):
         step(learner)
     os.kill(checkpoints._current.task.pid, signal.SIGCONT)
@@ -100,7 +115,7 @@ def _snapshot(learner: Any, folder: Path) -> dict[str, Any]:
     return {
         "equal": [torch.equal(before[name], after[name]) for name in before], "waited for": waited_for,
         "files": sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()),
-        "figures": checkpoints.pop_metrics(),
+        "figures": checkpoints.pop_metrics(), "copies": [*held, count_alive()],
     }  # fmt: skip
 
 
@@ -128,34 +143,6 @@ def _synced(learner: Any, folder: Path) -> list[tuple[str, ...]]:
         save(checkpoints, learner, 2)
     torch.distributed.barrier()
     return [tuple(json.loads(line)) for line in log.read_text().splitlines()]
-
-
-def _held_copies(learner: Any, folder: Path) -> list[int]:
-    """Copies in host memory that this process holds while the writer is stopped, and once it has written.
-
-    Copies are made as from a GPU; the originals of the CPU platform live as long as the learner.
-    """
-    copies: list[weakref.ref[torch.Tensor]] = []
-
-    def preload(buckets: list[Any], non_blocking: bool) -> list[Any]:
-        copied = [
-            (name, key, (data, [(item, tensor.clone()) for item, tensor in tensors]))
-            for name, key, (data, tensors) in buckets
-        ]
-        copies.extend(weakref.ref(tensor) for _, _, (_, tensors) in copied for _, tensor in tensors)
-        return copied
-
-    def count_alive() -> int:
-        gc.collect()
-        return sum(reference() is not None for reference in copies)
-
-    checkpoints = checkpoints_in(folder)
-    with mock.patch.object(FileSystemWriterAsync, "preload_tensors", staticmethod(preload)), _stopped_writers():
-        checkpoints.start_save(learner, state_of(1))
-    counts = [len(copies), count_alive()]
-    os.kill(checkpoints._current.task.pid, signal.SIGCONT)
-    checkpoints.close()
-    return [*counts, count_alive()]
 
 
 def _no_room(learner: Any, folder: Path) -> dict[str, Any]:
@@ -187,16 +174,6 @@ def _killed_writer(learner: Any, folder: Path) -> tuple[str | None, tuple[int, P
     failed = (checkpoints.last_error, checkpoints.last_completed)
     save(checkpoints, learner, 2)
     return (*failed, checkpoints.last_completed[0])
-
-
-def _names(learner: Any, folder: Path) -> tuple[list[str], str, list[str]]:
-    """Save versions 2 to 4, keeping two; then version 4 again."""
-    checkpoints = checkpoints_in(folder, keep=2)
-    for version in range(2, 5):
-        save(checkpoints, learner, version)
-    stay = names_in(folder)
-    again = save(checkpoints_in(folder, keep=2), learner, 4)
-    return stay, again.name, names_in(folder)
 
 
 def _weights_alone(learner: Any, folder: Path) -> dict[str, Any]:
@@ -252,7 +229,7 @@ def test_a_checkpoint_has_the_state_at_its_start_although_training_continues(fou
         assert all(snapshot["equal"])
         for name in ("blocking_seconds", "write_seconds", "size_mib"):
             assert snapshot["figures"][f"checkpoint/{name}"] > 0
-    made, held, left = found[0]["held"]  # copies, until they are written; rank 0 writes for both
+    made, held, left = found[0]["snapshot"]["copies"]  # rank 0 writes for both
     assert made > 20
     assert (held, left) == (made, 0)
     # It can be converted on its own.
@@ -292,10 +269,6 @@ def test_a_save_that_fails_keeps_the_previous_checkpoint_and_the_next_one_succee
         assert limit["left"] == ["latest", "version-000001"]
         assert limit["then"] == (None, 1, 3)
         assert rank["killed writer"] == ("rank 1: the writing process was killed by SIGKILL", None, 2)
-    assert found[0]["names"] == (
-        ["latest", "version-000003", "version-000004"], "version-000004.1",
-        ["latest", "version-000003", "version-000004.1"],
-    )  # fmt: skip
 
 
 def test_weights_alone_start_a_model_and_errors_name_tensor_and_file(found: list[dict[str, Any]]) -> None:

@@ -147,9 +147,7 @@ SCENARIOS = (publish, resume, requeue, histories)
 def test_a_published_checkpoint_survives_a_power_loss_right_after(scenario: Scenario) -> None:
     for count, seed in ((1, 0), (2, 1), (3, 3)):
         with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
-            crash = {"power_loss": True, "seed": seed}
-            problem = crash_and_resume(Path(folder, "run"), scenario, 0, crash, after=count)
-        assert not problem, f"power loss after {count} publications, seed {seed}: {problem}"
+            crash_and_resume(Path(folder, "run"), scenario, 0, {"power_loss": True, "seed": seed}, after=count)
 
 
 # One operation for each kind of crash; every hundredth one; with a stride of five, one kind for each operation.
@@ -170,8 +168,7 @@ def test_a_run_resumes_after_a_crash_at_any_file_operation(scenario: Scenario, s
     for number, crash in enumerate(CRASHES):
         for at in range(1 + number * stride // len(CRASHES), operations + 1, stride):
             with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
-                problem = crash_and_resume(Path(folder, "run"), scenario, at, crash)
-            assert not problem, f"{crash or 'kill'} before operation {at}: {problem}"
+                crash_and_resume(Path(folder, "run"), scenario, at, crash)
 
 
 def count_operations(folder: Path, scenario: Scenario) -> int:
@@ -187,8 +184,9 @@ def count_operations(folder: Path, scenario: Scenario) -> int:
     return int(found.read_text())
 
 
-def crash_and_resume(folder: Path, scenario: Scenario, at: int, crash: dict[str, Any], after: int = 0) -> str:
-    """Crash a scenario at an operation, or after some publications, and start the run again; returns what is wrong."""
+def crash_and_resume(folder: Path, scenario: Scenario, at: int, crash: dict[str, Any], after: int = 0) -> None:
+    """Crash a scenario at an operation, or after some publications, and start the run again."""
+    case = f"{crash or 'kill'} before operation {at}, or after {after} publications"
     reading, writing = os.pipe()
 
     def job() -> None:
@@ -203,56 +201,43 @@ def crash_and_resume(folder: Path, scenario: Scenario, at: int, crash: dict[str,
 
             scenario(folder, published)
 
-    code = run_forked(job)
+    assert run_forked(job) == -signal.SIGKILL, case
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
         published = max(pipe.read(), default=0)
     shutil.rmtree(f"{folder.parent}.backups", ignore_errors=True)
-    if code != -signal.SIGKILL:
-        return f"the process was not killed but ended with {code}"
-    problems = folder.parent / "problems"
-    code = run_forked(lambda: problems.write_text("\n".join(verify(folder, scenario, published))))
-    return f"the next start ended with {code}" if code else problems.read_text()
+    assert run_forked(lambda: verify(folder, scenario, published)) == 0, case  # its error is in stderr
 
 
-def verify(folder: Path, scenario: Scenario, published: int) -> list[str]:
-    """Start the run again, and make an update; returns what is wrong."""
-    problems = []
+def verify(folder: Path, scenario: Scenario, published: int) -> None:
+    """Start the run again, and make two updates."""
     if scenario is requeue:
         _prepare(folder, 9)
         launch = launch_of_process(folder, _environment(9))
         assert launch is not None
-        launches = [launch.restart_count for launch in read_launches(folder)]
-        if launches != sorted(set(launches)) or launches[-1] != 9:
-            problems.append(f"launches {launches}")
+        launches = [each.restart_count for each in read_launches(folder)]
+        assert launches == sorted(set(launches))
+        assert launches[-1] == 9
         trainer = Trainer(folder, launch)
     else:
         trainer = _start(folder)
-    if trainer.version < published:
-        problems.append(f"resumes from version {trainer.version}, but {published} was published")
-    problems += _checkpoint_problems(folder, trainer.version)
+    assert trainer.version >= published
+    check_checkpoint(folder, trainer.version)
     for _ in range(2):
-        updates = [update["version"] for update in summary.read_updates(folder)]
-        if updates != list(range(1, trainer.version + 1)):
-            problems.append(f"updates {updates} at version {trainer.version}")
+        versions = list(range(1, trainer.version + 1))
+        assert [update["version"] for update in summary.read_updates(folder)] == versions
         tickets = [line["ticket"] for line in episodes.read_lines(folder)]
-        if tickets != [version for version in range(1, trainer.version + 1) for _ in range(EPISODES)]:
-            problems.append(f"episodes of {tickets} at version {trainer.version}")
+        assert tickets == [version for version in versions for _ in range(EPISODES)]
         trainer.update()
-        problems += _checkpoint_problems(folder, trainer.version)
-    if left := [path.name for path in folder.rglob("*.writing")] + [
-        path.name for path in trainer.launch.staging.iterdir()
-    ]:
-        problems.append(f"left over: {left}")
-    return problems
+        check_checkpoint(folder, trainer.version)
+    assert not [*folder.rglob("*.writing"), *trainer.launch.staging.iterdir()]
 
 
-def _checkpoint_problems(folder: Path, version: int) -> list[str]:
+def check_checkpoint(folder: Path, version: int) -> None:
     newest = find_latest_checkpoint(folder)
-    if newest is None:
-        return [f"no checkpoint at version {version}"] if version else []
-    states = [json.loads((newest / name).read_text())["version"] for name in ("state.json", "megatron/shard.distcp")]
-    return [] if states == [version, version] else [f"{newest.name} holds {states}, not {version}"]
+    assert (newest is None) == (version == 0)
+    for name in ("state.json", "megatron/shard.distcp") if newest is not None else ():
+        assert json.loads((newest / name).read_text())["version"] == version
 
 
 def launch(run: Path, restart: int) -> Launch:

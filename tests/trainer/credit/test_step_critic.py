@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,8 +20,8 @@ from megatron_webrl.trainer.credit.step_critic import critic_credit, generalized
 from megatron_webrl.trainer.loss.objective import make_objective, value_loss
 from megatron_webrl.trainer.loss.token_data import StepValues
 from megatron_webrl.types import Group
-from tests.trainer.credit.made_groups import LIMIT, WINDOW, plain_group, varied_groups
-from tests.trainer.credit.test_advantages import WEIGHTS, step_shares
+from tests.trainer.credit.made_groups import plain_group, varied_groups
+from tests.trainer.credit.test_advantages import WEIGHTS, step_shares, with_settings
 from tests.trainer.loss.by_hand import example, tensors
 
 numbers = st.floats(-2, 2)
@@ -56,14 +57,9 @@ def test_advantages_are_the_weighted_mean_of_those_of_n_steps(
     np.testing.assert_allclose(found, by_definition(*episode, discount, gae_lambda), atol=1e-12)
 
 
-def with_critic(penalised: bool = False, gae_lambda: float = 0.9, **changed: object) -> Config:
-    config = Config()
-    config.rollout.max_new_tokens, config.trainer.reward.length_window = LIMIT, WINDOW
-    changed = {"scale": "none", "coefficient": 1.0, "gae_lambda": gae_lambda} | changed
-    config.trainer.advantage = advantage_config("critic", **changed)
-    for name, weight in WEIGHTS.items() if penalised else ():
-        setattr(config.trainer.reward, name, weight)
-    return config
+def with_critic(penalised: bool = False, **changed: Any) -> Config:
+    settings = {"name": "critic", "scale": "none", "coefficient": 1.0, "gae_lambda": 0.9}
+    return with_settings(penalised, **settings | changed)
 
 
 def drawn_values(groups: list[Group], seed: int = 0) -> dict[tuple[int, int, int], float]:

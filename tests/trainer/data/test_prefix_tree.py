@@ -11,7 +11,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron_webrl.model.vision_language.packed_input import segment_keys
 from megatron_webrl.trainer.data.packing import MAX_SEQUENCE_TOKENS_RATIO, pack_sequences
 from megatron_webrl.trainer.data.prefix_merging import (
     NO_PARENT,
@@ -208,14 +207,3 @@ def test_microbatches_of_a_tree_respect_the_limits(
     assert all(sum(sequences[i].length for i in each) <= MAX_SEQUENCE_TOKENS_RATIO * limit for each in bins)
     assert len({len(part) for part in parts}) == 1
     assert len(parts[0]) % multiple == 0
-
-
-def test_the_keys_of_a_segment_are_those_of_its_ancestors_and_its_own() -> None:
-    keys = segment_keys([-1, 0, 0, 2, -1], [0, 4, 6, 9, 10, 12])
-    assert keys is not None
-    assert keys.ranges == (((0, 4),), ((0, 6),), ((0, 4), (6, 9)), ((0, 4), (6, 10)), ((10, 12),))
-    assert keys.positions[10:17].tolist() == [0, 1, 2, 3, 6, 7, 8]
-    assert keys.boundaries == [0, 4, 10, 17, 25, 27]
-    assert segment_keys([-1, -1], [0, 4, 6]) is None
-    with pytest.raises(ValueError, match="segment 1 has the parent 1; it must be -1 or an earlier segment"):
-        segment_keys([-1, 1], [0, 4, 6])

@@ -156,12 +156,8 @@ def test_a_resumed_run_continues_with_the_tasks_of_an_uninterrupted_one(tmp_path
         assert resumed[name] == whole[name], name
     for each in (whole, resumed):
         assert 1 < each["kept_tasks"] <= 15  # of open tickets: 3 groups of each of 5 updates
-    figures = {key: value for key, value in resumed["figures"].items() if key.startswith("sampler/")}
-    assert len(figures) == 3 * len(SKILL)
-    assert sum(figures[f"sampler/probability/{name}"] for name in SKILL) == pytest.approx(1)
-    assert figures["sampler/pass_rate/click-test"] > figures["sampler/pass_rate/enter-text"]
-    # The metrics are taken before the update's own groups are closed.
-    assert sum(figures[f"sampler/closed_tickets/{name}"] for name in SKILL) == resumed["base"] - 3
+    closed = [resumed["figures"][f"sampler/closed_tickets/{name}"] for name in SKILL]
+    assert sum(closed) == resumed["base"] - 3  # taken before the update's own groups are closed
     # An update warns of a trainer far from the engine.
     assert whole["figures"]["logprob_mismatch/kl/lag_1"] == 0.9
     (warning,) = whole["warned"]

@@ -198,21 +198,6 @@ def test_an_extreme_ratio_keeps_loss_and_gradient_finite() -> None:
                 assert torch.isfinite(value).all(), (config, advantage, far, moved)
 
 
-def test_tokens_without_weight_or_advantage_have_no_gradient() -> None:
-    data = example(6)
-    for config, name in product(PLAIN, ("weight", "advantage")):
-        bare = replace(config, kl_coefficient=0.0, entropy_coefficient=0.0)
-        nothing = tensors(data | {name: np.zeros_like(data[name])})
-        tensor = torch.from_numpy(data["current"]).requires_grad_()
-        loss, sums = make_objective(bare, None, VERSION)(tensor, nothing)
-        loss.backward()
-        assert loss.item() == 0, (config, name)
-        assert not tensor.grad.any(), (config, name)
-        assert sums.get("dual_clipped", 0) == 0, (config, name)
-        if name == "weight":
-            assert sums["clipped"] == 0, config
-
-
 def test_nan_reaches_the_gradient() -> None:
     """The optimiser refuses such a gradient; a loss that ignored the token would hide it."""
     for config, teacher in VARIANTS:

@@ -137,7 +137,7 @@ def test_an_update_with_groups_of_two_nodes_is_that_of_one_node_and_moves_only_n
     layout = LAYOUTS[name]
     ranks = results(updates, tmp_path, tiny_model, names, layout, ranks=len(layout.nodes))
     homes = image_homes(make_config(tiny_model))
-    moved = needed = 0
+    moved = 0
     for node, rank in zip(layout.nodes, ranks, strict=True):
         assert rank["groups"] == ranks[0]["groups"]
         (metrics, gap), (expected, expected_gap) = rank["result"], rank["expected"]
@@ -153,12 +153,9 @@ def test_an_update_with_groups_of_two_nodes_is_that_of_one_node_and_moves_only_n
         foreign = {key for key in rank["mine"] if homes[key] != node}
         assert foreign == set(rank["fetched"])
         moved += sum(map(image_size, foreign))
-        needed += sum(map(image_size, rank["mine"]))
     figures = ranks[0]["figures"]
     assert moved > 0  # five of six groups are on one node
     assert figures["nodes/remote_images_mib"] * 2**20 == pytest.approx(moved)
-    assert figures["nodes/images_mib"] * 2**20 == pytest.approx(needed)
-    assert figures["nodes/local_fraction"] == pytest.approx(1 - moved / needed)
     assert 0 < figures["nodes/other_mib"] < figures["nodes/images_mib"]
 
 
@@ -218,8 +215,6 @@ def replayed(_: Any, folder: Path, names: Sequence[str]) -> dict[str, Any]:
     groups = member.share(4)
     replay = replay_buffer.ReplayBuffer(config, rings, decay_power=0.0)
     replay.add(groups, 0)
-    kept = rings.trajectories_to_store(groups) if rings.topology.is_node_leader else []
-    stored = [(t.ticket, t.index, [bytes(i) for i in t.images]) for t in kept]  # before the records are freed
     member.close(groups)
     torch.distributed.barrier()
     if rank == 0:
@@ -230,8 +225,7 @@ def replayed(_: Any, folder: Path, names: Sequence[str]) -> dict[str, Any]:
     cache.fetch({r: [bytes(i) for t in drawn.values() for i in t.images] for r in range(4)})
     images = {ticket: [bytes(cache.get(bytes(i))) for i in t.images] for ticket, t in drawn.items()}
     rings.finish_collecting()
-    return {"indices": {t.index for t in drawn.values()}, "images": images, "stored": stored,
-            "moved": cache.transferred_bytes}  # fmt: skip
+    return {"indices": {t.index for t in drawn.values()}, "images": images, "moved": cache.transferred_bytes}
 
 
 @pytest.mark.slow
@@ -244,9 +238,6 @@ def test_each_node_stores_its_successes_and_all_ranks_replay_them(names: list[st
     for node, tickets in ((0, [0]), (1, [20, 21, 22])):
         stored = recorded_groups.read_groups(replay_buffer.group_file_path(folder, 0, node))
         assert [each.ticket for each in stored] == tickets
-        assert {(t, i) for t, i, _ in ranks[2 * node]["stored"]} == {(t, i) for t in tickets for i in (0, 1)}
-        for ticket, index, images in ranks[2 * node]["stored"]:
-            assert images == list(group(ticket, 0).trajectories[index].images)
     assert [each.ticket for each in recorded_groups.read_groups_of_version(folder, 0)] == [0, 20, 21, 22]
     # The screenshot shared by all episodes is on all nodes and is not transferred.
     own = {ticket: len(images[0]) for ticket, images in wanted.items()}
