@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -63,8 +64,8 @@ def _range(shape: tuple[int, ...], dim: int | None, rank: int, ranks: int) -> li
     return ranges
 
 
-def slices(model: dict[str, Part], sender: int, receiver: int, receivers: int) -> Iterator[Slice]:
-    """Slices from one trainer rank to one engine rank; one trainer rank sends each replicated tensor."""
+def slices(model: dict[str, Part], sender: int, receiver: int, receivers: int, elements: int) -> Iterator[Slice]:
+    """Slices of up to `elements` from a trainer rank to an engine rank; one rank sends each replicated tensor."""
     for place, (name, part) in enumerate(model.items()):
         if part.trainer is None and (place + receiver) % SENDERS != sender:
             continue
@@ -73,31 +74,14 @@ def slices(model: dict[str, Part], sender: int, receiver: int, receivers: int) -
         box = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(held, wanted, strict=True)]
         if any(start >= stop for start, stop in box):
             continue
-        size = tuple(stop - start for start, stop in box)
-        source = tuple(start - a for (start, _), (a, _) in zip(box, held, strict=True))
-        target = tuple(start - c for (start, _), (c, _) in zip(box, wanted, strict=True))
-        for stack in range(part.stacked) if part.stacked else [None]:
-            first = () if stack is None else (stack,)
-            yield Slice(f"{name}.hf", size, name, (*first, *source), name, (*first, *target))
-
-
-def _cut(piece: Slice, elements: int) -> Iterator[Slice]:
-    if piece.elements <= elements or not piece.size:
-        yield piece
-        return
-    rows = max(1, elements // (piece.elements // piece.size[0]))
-    for start in range(0, piece.size[0], rows):
-        size = (min(rows, piece.size[0] - start), *piece.size[1:])
-        yield piece._replace(
-            size=size,
-            source_offset=_moved(piece.source_offset, len(piece.size), start),
-            target_offset=_moved(piece.target_offset, len(piece.size), start),
-        )
-
-
-def _moved(place: tuple[int, ...], dims: int, rows: int) -> tuple[int, ...]:
-    at = len(place) - dims
-    return (*place[:at], place[at] + rows, *place[at + 1 :])
+        rows = max(1, elements // math.prod(stop - start for start, stop in box[1:]))
+        for row in range(*box[0], rows) if box else (0,):
+            piece = [(row, min(row + rows, box[0][1])), *box[1:]] if box else []
+            size = tuple(stop - start for start, stop in piece)
+            source = tuple(start - a for (start, _), (a, _) in zip(piece, held, strict=True))
+            target = tuple(start - c for (start, _), (c, _) in zip(piece, wanted, strict=True))
+            for stack in [(number,) for number in range(part.stacked)] or [()]:
+                yield Slice(f"{name}.hf", size, name, (*stack, *source), name, (*stack, *target))
 
 
 def messages(model: dict[str, Part], receivers: int, elements: int) -> list[TransferMessage]:
@@ -105,11 +89,10 @@ def messages(model: dict[str, Part], receivers: int, elements: int) -> list[Tran
     pairs = []
     for sender, receiver in itertools.product(range(SENDERS), range(receivers)):
         queue: list[list[Slice]] = [[]]
-        for whole in slices(model, sender, receiver, receivers):
-            for piece in _cut(whole, elements):
-                if queue[-1] and sum(other.elements for other in queue[-1]) + piece.elements > elements:
-                    queue.append([])
-                queue[-1].append(piece)
+        for piece in slices(model, sender, receiver, receivers, elements):
+            if queue[-1] and sum(other.elements for other in queue[-1]) + piece.elements > elements:
+                queue.append([])
+            queue[-1].append(piece)
         pairs.append([TransferMessage(sender, receiver, tuple(m), sum(s.elements for s in m)) for m in queue if m])
     return [message for rank in itertools.zip_longest(*pairs) for message in rank if message is not None]
 

@@ -1,37 +1,27 @@
-"""Control service, real trainer ranks and real engines under load, for the tests of updates."""
+"""Control service, real trainer ranks and models, for the tests of updates."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 from safetensors.torch import save_file
 
-from megatron_webrl.config.load import save_config
+from megatron_webrl.config.load import parse_config, save_config
 from megatron_webrl.config.schema import Config
+from megatron_webrl.control.child_process import die_with_parent
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.model.convert.hf_files import copy_metadata
 from megatron_webrl.placement.placement import RankInfo
-from megatron_webrl.rollout.engine.vllm_engine import VLLMEngine
-from megatron_webrl.rollout.engine.weight_client import WeightClient
-from megatron_webrl.rollout.generator import Generation
 from tests import forks, job_control
-from tests.rollout.engine.engines import expected, picture, prompt
-from tests.weights import trainer_rank
-
-SECONDS = 20.0  # timeout of one transfer
-TOLERANCE = {"float32": (1e-4, 1e-4), "bfloat16": (0.02, 0.003)}
-"""By the engine's type: of log-probabilities, the largest and the mean difference; of thousands of tokens in bfloat16
-0.010 and 0.0017 were seen, and with the weights of another version 0.5 and 0.09."""
 
 
 def configuration(folder: Path, model: Path, engines: int = 1, **trainer: int) -> Config:
@@ -41,7 +31,7 @@ def configuration(folder: Path, model: Path, engines: int = 1, **trainer: int) -
     config.model.path, config.model.platform = str(model), "cpu"
     config.rollout.engines, config.rollout.max_model_len, config.rollout.max_new_tokens = engines, 2048, 150
     config.rollout.kv_cache_mib, config.rollout.operation_timeout_seconds = 64, 60.0
-    config.weights.timeout_seconds, config.weights.bucket_mib, config.weights.verify = SECONDS, 4, True
+    config.weights.timeout_seconds, config.weights.bucket_mib, config.weights.verify = 20.0, 4, True
     config.trainer = replace(config.trainer, **trainer)
     return config
 
@@ -62,6 +52,38 @@ def changed_folders(folder: Path, model: Path, count: int, scale: float = 0.02) 
         save_file(state, target / "model.safetensors", metadata={"format": "pt"})
         made.append(target)
     return made
+
+
+def send_weights(rank: RankInfo, config_file: Path, address: Path, folders: Sequence[Path], logs: Path) -> None:
+    """One rank of a real trainer that only sends weights; its output goes to `logs`/trainer-RANK.log.
+
+    Version 0 is the configuration's model, version n the n-th folder's weights, sent when `go/<n>` is among the facts;
+    the first rank sets `sent/<n>` to the result.
+    """
+    die_with_parent()
+    with (logs / f"trainer-{rank.rank}.log").open("ab") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    # Imported already in the server that forks this process, and not to be imported beside vLLM.
+    from megatron_webrl.model.build import load_hf
+    from megatron_webrl.trainer import parallel
+    from megatron_webrl.trainer.main import load_model, make_learner
+    from megatron_webrl.trainer.weight_sync import WeightSyncer
+
+    config = parse_config(config_file)
+    control = ControlClient(address, f"trainer-{rank.rank}")
+    control.start_heartbeat()
+    platform = parallel.initialize(config, rank, control, f"test/{control.register_instance()}")
+    learner = make_learner(config, load_model(config, platform))
+    weight_syncer = WeightSyncer(learner.models, config, control, platform)
+    for version in range(len(folders) + 1):
+        if version:
+            control.wait_for_key(f"go/{version}", 120, f"the request for version {version}")
+            load_hf(learner.models, folders[version - 1])
+        weight_syncer.sync(version)
+        if rank.rank == 0:
+            control.put_json(f"sent/{version}", {"lost": weight_syncer.failed_transfers})
+    parallel.shutdown()
 
 
 @dataclass
@@ -85,7 +107,7 @@ class Stage:
         size = self.config.trainer_world_size
         for rank in range(size):
             arguments = (RankInfo(rank, size, rank), self.path, self.address_file, list(folders), self.folder)
-            process = forks.context().Process(target=trainer_rank.run, args=arguments)
+            process = forks.context().Process(target=send_weights, args=arguments)
             process.start()
             self.trainers.append(process)
 
@@ -113,76 +135,5 @@ class Stage:
         self.control.shutdown()
 
 
-@dataclass
-class Served:
-    """An engine that receives offered weights and answers prompts continuously."""
-
-    worker: int
-    engine: VLLMEngine
-    weight_client: WeightClient
-    answers: list[tuple[int, Generation]] = field(default_factory=list)  # with the index of the picture
-    errors: list[Exception] = field(default_factory=list)
-
-    async def pump(self) -> None:
-        while True:
-            await self.weight_client.poll()
-            await asyncio.sleep(0.02)
-
-    async def load(self, number: int) -> None:
-        """Send one prompt after the other once the engine has weights."""
-        while self.engine.version < 0:
-            await asyncio.sleep(0.02)
-        while True:
-            number += 1
-            try:
-                answer = await self.engine.generate(None, prompt(self.engine, 1, str(number)), [picture(number % 7)])
-            except Exception as error:
-                self.errors.append(error)
-                return
-            self.answers.append((number % 7, answer))
-
-
-@asynccontextmanager
-async def served(stage: Stage, worker: int, requests: int, **rollout: Any) -> AsyncIterator[Served]:
-    """Start an engine of the trainer with a load of `requests` concurrent requests."""
-    config = replace(stage.config, rollout=replace(stage.config.rollout, **rollout))
-    control = stage.connect(f"rollout-{worker}")
-    control.start_heartbeat()
-    instance_id = control.register_instance()
-    engine = await VLLMEngine.start(config, worker, instance_id)
-    found = Served(worker, engine, WeightClient(config, control, engine, f"rollout-{worker}.{instance_id}"))
-    tasks = [asyncio.create_task(found.pump())]
-    tasks += [asyncio.create_task(found.load(1000 * n)) for n in range(requests)]
-    try:
-        yield found
-        assert not tasks[0].done(), tasks[0].exception()
-    finally:
-        for task in tasks:
-            task.cancel()
-        for task in tasks:
-            with suppress(asyncio.CancelledError, Exception):
-                await task
-        control.close()
-        await engine.close()
-
-
 def load(folder: Path) -> torch.nn.Module:
     return transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
-
-
-def check_answers(found: Served, folders: Sequence[Path], base: Path) -> int:
-    """Compare every token's log-probability with its version's weights; returns the number of checked answers."""
-    models = [load(folder) for folder in (base, *folders)]
-    differences, checked = [], 0
-    for number, answer in found.answers:
-        if found.engine.processor.image_token_id in answer.response_token_ids:
-            continue  # transformers would treat it as an image
-        for version in set(answer.versions.tolist()):
-            scores = expected(models[version], found.engine, answer, [picture(number)])
-            differences.append((answer.logprobs - scores)[answer.versions == version])
-        checked += 1
-    absolute = np.abs(np.concatenate(differences))
-    largest, mean = TOLERANCE[found.engine._config.engine_dtype]
-    assert absolute.max() < largest, f"{absolute.max():.4f}, {(absolute >= largest).sum()} of {absolute.size} tokens"
-    assert absolute.mean() < mean, f"{absolute.mean():.4f}"
-    return checked

@@ -15,6 +15,7 @@ import pytest
 from transformers import AutoConfig
 
 from megatron_webrl.model.architectures import parameter_mappings
+from megatron_webrl.model.layer_split import split_layers
 from megatron_webrl.weights.engine_map import (
     EngineMap,
     EngineSizes,
@@ -90,13 +91,14 @@ def test_the_map_equals_the_parameters_of_a_real_engine(
     assert found == {rank: engine_parameter_shapes(hf_config, sizes, rank) for rank in range(sizes.ranks)}
 
 
-def test_stages_have_the_layers_that_vllm_assigns() -> None:
+def test_stages_have_the_layers_that_vllm_and_the_trainer_assign() -> None:
     from vllm.distributed.utils import get_pp_indices
 
     for layers, stages in itertools.product((5, 28, 94), (1, 2, 4, 8)):
         if stages <= layers:
             wanted = tuple(range(*get_pp_indices(layers, stage, stages)) for stage in range(stages))
             assert stage_layers(layers, stages) == wanted
+    assert [*map(len, split_layers(94, 4))] == [23, 24, 24, 23]
 
 
 @pytest.mark.parametrize(

@@ -34,13 +34,6 @@ def test_steps_of_a_request_add_up_after_the_cached_tokens_of_the_request_that_c
     assert names(store.take("b")) == [1, 2, 3, 4, 5, 6, 7, 8, 19, 20]
 
 
-def test_a_request_may_use_blocks_that_another_computes_in_the_same_step() -> None:
-    store = ExpertStore(8, BLOCK)
-    scheduled = {"b": ScheduledTokens(4, 0, [7, 1], True), "a": ScheduledTokens(0, 0, [7], True)}
-    store.add_step(scheduled, {"b": rows(15), "a": rows(1, 2, 3, 4)})
-    assert names(store.take("b")) == [1, 2, 3, 4, 15]
-
-
 def test_a_token_that_is_computed_again_has_its_last_experts() -> None:
     """The request itself computes it, or finds it in the cache, where another has computed it again."""
     store = ExpertStore(8, BLOCK)

@@ -180,9 +180,4 @@ def test_an_nccl_link_neither_reads_nor_writes_the_key_that_ends_processes(contr
     joined = transport.join_link(client(control), "x", 0, 1, 20.0, "nccl")
     joined.close()
     assert not joined.channel.completed()[0]
-    assert job_control.facts(control) == {
-        "exception_dump",
-        "link/x/store",
-        "link/x/member/0",
-        "link/x/done/0",
-    }
+    assert job_control.facts(control) == {"exception_dump", "link/x/store", "link/x/member/0", "link/x/done/0"}

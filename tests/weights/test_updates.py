@@ -1,69 +1,89 @@
-"""Updates from real Megatron ranks to real engines under load."""
+"""Updates from real Megatron ranks to real engines."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.weights.serving import Served, Stage, changed_folders, check_answers, configuration, served
+from megatron_webrl.rollout.engine.vllm_engine import VLLMEngine
+from megatron_webrl.rollout.engine.weight_client import WeightClient
+from tests.rollout.engine.engines import expected, picture, prompt, respond
+from tests.weights.serving import Stage, changed_folders, configuration, load
 from tools.make_tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio]
-UPDATES = 3
-
-
-async def take_all_versions(stage: Stage, engines: Sequence[Served]) -> None:
-    for version in range(UPDATES + 1):
-        if version:
-            stage.control.put_json(f"go/{version}", True)
-        done = await stage.until(lambda v=version: stage.control.get_json(f"sent/{v}"), f"version {version}")
-        assert done["lost"] == 0, stage.logs()  # every checksum agreed, on both sides
-        await stage.until(lambda v=version: all(e.engine.version == v for e in engines), "engines on it", 10)
-        count = [len(e.answers) for e in engines]
-        await stage.until(
-            lambda c=count: all(len(e.answers) >= n + 4 for e, n in zip(engines, c, strict=True)), "answers"
-        )
-
-
-def check_all_answers(engines: Sequence[Served], folders: Sequence[Path], base: Path) -> None:
-    for found in engines:
-        assert not found.errors
-        for _, answer in found.answers:
-            assert (np.diff(answer.versions) >= 0).all()
-        assert any(len(set(answer.versions)) > 1 for _, answer in found.answers)  # some span an update
-        assert check_answers(found, folders, base) >= UPDATES
-
-
 MODELS: dict[str, dict[str, Any]] = {
     "experts": {"experts": 4, "seed": 1},
     "hybrid": {"architecture": "qwen3_5", "tie": False},
 }
+TOLERANCE = {"float32": (1e-4, 1e-4), "bfloat16": (0.02, 0.003)}
+"""By the engine's type: of log-probabilities, the largest and the mean difference; of thousands of tokens in bfloat16
+0.010 and 0.0017 were seen, and with the weights of another version 0.5 and 0.09."""
+
+
+@asynccontextmanager
+async def served(stage: Stage, worker: int, **rollout: Any) -> AsyncIterator[VLLMEngine]:
+    """Start an engine that takes the weights that the trainer offers."""
+    config = replace(stage.config, rollout=replace(stage.config.rollout, **rollout))
+    control = stage.connect(f"rollout-{worker}")
+    control.start_heartbeat()
+    instance_id = control.register_instance()
+    engine = await VLLMEngine.start(config, worker, instance_id)
+    weights = WeightClient(config, control, engine, f"rollout-{worker}.{instance_id}")
+
+    async def take_offers() -> None:
+        while True:
+            await weights.poll()
+            await asyncio.sleep(0.02)
+
+    task = asyncio.create_task(take_offers())
+    try:
+        yield engine
+        assert not task.done(), task.exception()
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError, Exception):
+            await task
+        control.close()
+        await engine.close()
 
 
 @pytest.mark.parametrize("kind", MODELS)
-async def test_a_2x2_trainer_updates_engines_of_one_and_two_ranks_under_load(tmp_path: Path, kind: str) -> None:
+async def test_a_2x2_trainer_updates_engines_of_one_and_two_ranks(tmp_path: Path, kind: str) -> None:
     model = make_tiny_model(tmp_path / "model", **MODELS[kind])
     config = configuration(tmp_path, model, engines=2, tensor_parallel=2, pipeline_parallel=2)
     scale = 0.02
     if kind == "hybrid":  # vLLM computes linear attention in bfloat16, whose errors grow with the weights
         config.rollout.dtype, scale = "bfloat16", 0.005
-    folders = changed_folders(tmp_path, model, UPDATES, scale)
+    largest, mean = TOLERANCE[config.engine_dtype]
+    folders = changed_folders(tmp_path, model, 3, scale)
     stage = Stage(tmp_path, config)
     try:
         stage.start_trainer(folders)
         async with AsyncExitStack() as stack:
-            sizes = [{}, {"tensor_parallel": 2}]
+            sizes: list[dict[str, Any]] = [{}, {"tensor_parallel": 2}]
             engines = await asyncio.gather(
-                *(stack.enter_async_context(served(stage, n, requests=4, **size)) for n, size in enumerate(sizes))
+                *(stack.enter_async_context(served(stage, n, **size)) for n, size in enumerate(sizes))
             )
-            await take_all_versions(stage, engines)
-            check_all_answers(engines, folders, model)
+            for version, folder in enumerate((model, *folders)):
+                stage.control.put_json(f"go/{version}", True)
+                done = await stage.until(lambda v=version: stage.control.get_json(f"sent/{v}"), f"version {version}")
+                assert done["lost"] == 0, stage.logs()  # every checksum agreed, on both sides
+                await stage.until(lambda v=version: all(each.version == v for each in engines), "engines on it", 10)
+                reference, errors = load(folder), []
+                for engine, number in ((engine, number) for engine in engines for number in range(4)):
+                    answer = await respond(engine, prompt(engine, 1, str(number)), [picture(number)])
+                    assert set(answer.versions) == {version}
+                    errors.append(np.abs(answer.logprobs - expected(reference, engine, answer, [picture(number)])))
+                assert max(error.max() for error in errors) < largest, (version, errors)
+                assert np.concatenate(errors).mean() < mean, (version, errors)
     finally:
         stage.close()
 
@@ -76,9 +96,9 @@ async def test_the_trainer_does_not_wait_for_an_engine_whose_worker_restarted(tm
     stage = Stage(tmp_path, config)
     stage.control.give_up_worker("rollout-0", "its GPU is gone")
     try:
-        async with served(stage, 1, requests=0) as found:
+        async with served(stage, 1) as engine:
             stage.start_trainer(changed_folders(tmp_path, model, 1))
-            await stage.until(lambda: found.engine.version == 0, "the engine's first weights")
+            await stage.until(lambda: engine.version == 0, "the engine's first weights")
             await stage.until(lambda: stage.control.get_json("sent/0"), "the end of the first update")
         stage.control.clear_heartbeat("rollout-1")
         offered = stage.control.get_json("weights/offer")
