@@ -101,11 +101,7 @@ def run(platform: Any, _: Path, folder: Path, group: str) -> dict[tuple[int, str
 
 
 def examine(
-    folder: Path,
-    case: Case,
-    platform: Any,
-    parts: dict[str, tiny.Sample],
-    experts: Mapping[str, Tensor] | None = None,
+    folder: Path, case: Case, platform: Any, parts: dict[str, tiny.Sample], experts: Mapping[str, Tensor] | None = None
 ) -> dict[str, Any]:
     """Logits of this replica's samples, and on the first rank the gradients of all.
 

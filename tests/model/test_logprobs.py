@@ -30,11 +30,7 @@ def logprob_case() -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(5)
     logits = torch.randn(50, tiny.VOCABULARY + 1, generator=generator) * 8
     logits[:, -1] = 1e4  # padding values must not matter
-    return (
-        logits,
-        torch.randint(0, tiny.VOCABULARY, (50,), generator=generator),
-        torch.randn(50, generator=generator),
-    )
+    return (logits, torch.randint(0, tiny.VOCABULARY, (50,), generator=generator), torch.randn(50, generator=generator))
 
 
 def of_ranks(*_: Any) -> dict[str, Tensor]:
@@ -120,14 +116,6 @@ def test_bfloat16_logits_are_computed_in_float32() -> None:
     logprobs.sum().backward()
     assert rounded.grad is not None
     assert rounded.grad.dtype is torch.bfloat16
-
-
-def test_no_scored_positions_give_empty_results() -> None:
-    logits = torch.zeros(0, 8, requires_grad=True)
-    logprobs, entropy = vocab_parallel_logprobs(logits, torch.zeros(0, dtype=torch.int64), 1.0, 8, None)
-    logprobs.sum().backward()
-    assert logprobs.shape == entropy.shape == (0,)
-    assert logits.grad is not None
 
 
 @pytest.mark.parametrize(

@@ -69,8 +69,7 @@ def test_every_element_of_every_tensor_has_exactly_one_location(
 
 
 @pytest.mark.parametrize(
-    ("groups", "inner", "message"),
-    [(2, 4, "query_groups=2 .*q_proj"), (4, 6, "rows=6 .*gate_proj")],
+    ("groups", "inner", "message"), [(2, 4, "query_groups=2 .*q_proj"), (4, 6, "rows=6 .*gate_proj")]
 )
 def test_a_size_that_does_not_divide_a_tensor_is_refused_by_name(groups: int, inner: int, message: str) -> None:
     with pytest.raises(ValueError, match=f"tensor_parallel=4 does not divide {message}"):

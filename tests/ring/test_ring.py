@@ -15,15 +15,6 @@ from tests.ring.support import CAPACITY, PREFIX, RUN, check, damage, payload
 from tests.waiting import exit_code, fork
 
 
-def test_a_record_of_several_buffers_is_read_as_one_by_reference(ring: Ring) -> None:
-    numbers = np.arange(6, dtype=np.int32).reshape(2, 3)
-    sequence = ring.write([b"head", numbers, b"", np.zeros((0, 3)), memoryview(b"tail")], 1)
-    record = ring.read(sequence)
-    assert bytes(record) == b"head" + numbers.tobytes() + b"tail"
-    assert record.readonly
-    assert np.shares_memory(np.frombuffer(record, np.uint8), np.frombuffer(ring.read(sequence), np.uint8))
-
-
 def test_reading_does_not_consume_and_acknowledging_does(ring: Ring) -> None:
     first, second = ring.write([b"a"], 1), ring.write([b"b"], 1)
     assert ring.committed() == ring.committed() == [first, second]
@@ -52,14 +43,6 @@ def test_records_wrap_around_contiguously_for_many_rounds(ring: Ring) -> None:
             ring.acknowledge([sequence])
     assert sorted(unacknowledged) == ring.committed()
     assert all(check(ring.read(sequence)) == sequence for sequence in unacknowledged)
-
-
-def test_space_is_freed_in_order_for_any_order_of_acknowledging(ring: Ring) -> None:
-    sequences = [ring.write([bytes(CAPACITY // 4)], 1) for _ in range(4)]
-    ring.acknowledge(sequences[1:3])
-    assert ring.usage() == RingUsage(CAPACITY, CAPACITY, 2, 0)
-    ring.acknowledge(sequences[:1])
-    assert ring.usage() == RingUsage(CAPACITY // 4, CAPACITY, 1, 0)
 
 
 def test_a_full_ring_blocks_the_writer_until_another_process_acknowledges(ring: Ring, name: str) -> None:
@@ -119,18 +102,6 @@ def test_a_failed_write_is_not_visible_and_its_space_is_freed(ring: Ring) -> Non
     ring._data = whole
     assert ring.committed() == []
     assert ring.usage() == RingUsage(0, CAPACITY, 0, 0)
-
-
-def test_waiting_ends_with_a_record_or_with_the_time_limit(ring: Ring, name: str) -> None:
-    assert ring.wait((), 0.05) == []
-
-    def write() -> None:
-        with Ring.attach(name) as mine:
-            mine.write([payload(5, 100)], 1)
-
-    pid = fork(write)
-    assert ring.wait((), 10) == [0]
-    assert exit_code(pid) == 0
 
 
 def test_threads_may_share_one_attachment(ring: Ring) -> None:

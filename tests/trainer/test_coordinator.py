@@ -45,11 +45,7 @@ def test_lines_wait_for_a_full_disk_and_are_written_before_a_checkpoint(tmp_path
     state = TrainerState(0, 0, 0, (), Accounting().state_dict(), 0)
     with control_service(tmp_path) as address, Ring.create_or_attach(name, 2**20, name) as ring:
         ring.unlink()
-        control, exchange, tracker = (
-            connect(address, "trainer-0"),
-            one_node_exchange(ring),
-            MLflowTracker(config),
-        )
+        control, exchange, tracker = (connect(address, "trainer-0"), one_node_exchange(ring), MLflowTracker(config))
         coordinator = Coordinator(config, control, exchange, state, ResumePoint(), tracker)
         with FileFaults(folder, 1, errno.ENOSPC, until=1_000_000):
             assert coordinator.evaluation_log is not None

@@ -12,17 +12,8 @@ import pytest
 import torch
 from PIL import Image
 
-from megatron_webrl.model.patchifier import Patchifier
 from megatron_webrl.model.processor import Processor
-from megatron_webrl.trainer.data.packing import FlopsEstimator
-from megatron_webrl.trainer.data.sequence_packer import SequencePacker
-from megatron_webrl.trainer.images import (
-    ImagePrefetcher,
-    ImagePreparationError,
-    PrefetchedPixels,
-    WaitTimer,
-)
-from tests.trainer.growing_prompts import episode
+from megatron_webrl.trainer.images import ImagePrefetcher, ImagePreparationError, PrefetchedPixels, WaitTimer
 from tests.trajectories import screenshot
 
 LIMIT = 120.0
@@ -114,11 +105,6 @@ def test_an_image_that_cannot_be_decoded_is_named(make: Make) -> None:
         ImagePreparationError, match=r"a screenshot of ticket 7, episode 1 cannot be trained on: .*truncated or dam"
     ):
         row()
-    (sample,) = episode(bench.processor, 3, (4,), images=1)
-    broken = type(sample)(**vars(sample) | {"images": (b"no image",)})
-    builder = SequencePacker(bench.processor, 400, torch.device("cpu"), 0, 1, FlopsEstimator(1, 1, 1, 1, 1))
-    with pytest.raises(ImagePreparationError, match=r"ticket 3, episode 0 .*are no PNG, JPEG or WebP"):
-        builder.build([sample, broken], "constant", 10)
 
 
 def test_an_image_larger_than_the_buffer_is_prepared_once_it_is_needed(make: Make) -> None:
@@ -127,8 +113,6 @@ def test_an_image_larger_than_the_buffer_is_prepared_once_it_is_needed(make: Mak
     assert bench.prefetcher.started_images == 0
     assert torch.equal(row(), bench.processor.pixels([picture])[0])
     assert bench.prefetcher.used_bytes == 0
-    assert bench.processor.patchifier == Patchifier(16, 2)
-    assert bench.processor.patchifier.image_bytes((1, 4, 6)) == 64 * 96 * 3
 
 
 def test_waiting_is_measured_and_a_timeout_names_the_setting(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

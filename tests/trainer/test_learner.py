@@ -179,10 +179,7 @@ def test_a_mean_mismatch_under_the_same_weights_and_a_divergence_at_any_lag_are_
     for by_lag, words in (
         ({0: far, 1: near}, "of 10 tokens under the same weights differ by 0.2 nats in the mean and 1.5 at most"),
         ({0: near, 1: far}, ""),
-        (
-            {1: near, 2: diverged},
-            "by 0.6 nats over 10 tokens of version lag 2, which differ by 1.5 at most",
-        ),
+        ({1: near, 2: diverged}, "by 0.6 nats over 10 tokens of version lag 2, which differ by 1.5 at most"),
     ):
         alarms = LogprobMismatch(by_lag).alarms()
         assert len(alarms) == bool(words)

@@ -1,7 +1,4 @@
-"""Variants of training through the whole learner, on one process with a tiny Qwen3-VL and images.
-
-A reference policy, RAFT and a step critic.
-"""
+"""Variants of training through the whole learner, on one process: a reference policy, RAFT and a step critic."""
 
 from __future__ import annotations
 
@@ -52,22 +49,16 @@ STEPS = 2  # of an update of the critic: two minibatches
 def run(platform: Platform, folder: Path, model: Path, part: str) -> Any:
     with process_groups(ParallelSizes()):
         if part == "reference":
-            return _reference(make_config(model, folder), platform)
+            return _reference(make_config(model, folder, epochs=1, minibatches=1), platform)
         if part == "critic":
             return _critic(model, platform, folder)
         return _variants(model, platform)
 
 
-def constant_rate(config: Config) -> Config:
-    """One step an update."""
-    config.trainer.epochs = config.trainer.minibatches = 1
-    config.trainer.optimizer.schedule, config.trainer.optimizer.warmup_fraction = "constant", 0.0
-    return config
-
-
 def _reference(config: Config, platform: Platform) -> dict[str, Any]:
     """A run with a warm start of one update; two updates with the penalty; a checkpoint; a resumed run."""
-    constant_rate(config).run_folder.mkdir(parents=True)
+    config.run_folder.mkdir(parents=True)
+    config.trainer.optimizer.schedule, config.trainer.optimizer.warmup_fraction = "constant", 0.0
     learner, groups = make_learner(config, platform), make_groups(config, 2)
     update(learner, config, platform, groups)
     config.trainer.warm_start.demonstrations, config.trainer.loss.kl_coefficient = 1, 0.1

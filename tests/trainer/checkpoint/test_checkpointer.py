@@ -28,12 +28,7 @@ from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.launch.validation import check_config
 from megatron_webrl.trainer.checkpoint import checkpointer
 from megatron_webrl.trainer.checkpoint.checkpoint_files import CheckpointError
-from megatron_webrl.trainer.checkpoint.checkpoint_state import (
-    ForkedTask,
-    load_learner,
-    load_weights,
-    sharded_weights,
-)
+from megatron_webrl.trainer.checkpoint.checkpoint_state import ForkedTask, load_learner, load_weights, sharded_weights
 from tests.trainer.checkpoint.small_learner import (
     LAYOUTS,
     checkpoints_in,
@@ -258,9 +253,7 @@ def test_a_checkpoint_is_on_disk_before_it_is_named_and_named_before_the_old_one
     assert ("fsync", ".") in operations[pointed:removed]
 
 
-def test_a_save_that_fails_keeps_the_previous_checkpoint_and_the_next_one_succeeds(
-    found: list[dict[str, Any]],
-) -> None:
+def test_a_save_that_fails_keeps_the_previous_checkpoint_and_the_next_one_succeeds(found: list[dict[str, Any]]) -> None:
     for rank in found:
         limit = rank["limit"]
         assert "File too large" in limit["trouble"]

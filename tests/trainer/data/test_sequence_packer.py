@@ -8,11 +8,10 @@ from itertools import product
 
 import numpy as np
 import pytest
-import torch
 
 from megatron_webrl.model.processor import Processor
-from megatron_webrl.model.vision_language.packed_input import partition_images
 from megatron_webrl.trainer.data.sequence_packer import ImageGridMismatch
+from megatron_webrl.trainer.images import ImagePreparationError
 from tests.trainer.data.conftest import Build
 from tests.trainer.growing_prompts import episode
 
@@ -51,20 +50,6 @@ def test_microbatches_of_all_replicas_weigh_each_token_by_the_whole_minibatch(
         assert dict(found) == pytest.approx(wanted), (normalizer, merge)
 
 
-def test_tensor_parallel_ranks_divide_the_images(processor: Processor, build: Build) -> None:
-    samples = [*episode(processor, 0, (4, 3, 2)), *episode(processor, 1, (4,), images=3)]
-    (whole,) = build(samples)
-    parts = whole.inputs.pixels.split(whole.inputs.grids.prod(dim=1).tolist())
-    shares = partition_images(whole.inputs.grids.tolist(), 3)
-    for rank in range(3):
-        (batch,) = build(samples, image_rank=rank, num_image_ranks=3)
-        assert batch.inputs.local_images is not None
-        assert batch.inputs.local_images.tolist() == shares[rank]
-        assert torch.equal(batch.inputs.pixels, torch.cat([parts[i] for i in shares[rank]]))
-        for name in ("tokens", "position_ids", "grids", "scored_positions", "image_indices", "image_token_positions"):
-            assert torch.equal(getattr(batch.inputs, name), getattr(whole.inputs, name))
-
-
 def test_a_rank_without_a_vision_tower_decodes_no_image(processor: Processor, build: Build) -> None:
     (sample,) = episode(processor, 0, (4,))
     broken = replace(sample, images=tuple(b"no image" for _ in sample.images))
@@ -73,7 +58,7 @@ def test_a_rank_without_a_vision_tower_decodes_no_image(processor: Processor, bu
     assert batch.inputs.local_images is not None
     assert batch.inputs.local_images.numel() == 0
     assert batch.inputs.grids.tolist() == sample.grids.tolist()
-    with pytest.raises(ValueError, match="are no PNG, JPEG or WebP"):
+    with pytest.raises(ImagePreparationError, match=r"ticket 0, episode 0 .*are no PNG, JPEG or WebP"):
         build([broken])
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,16 +19,6 @@ from megatron_webrl.trainer.multi_node.rank_messages import NodeTopology, RankMe
 from megatron_webrl.trainer.multi_node.screenshots import ImageCache, ImageShard
 from megatron_webrl.types import Group
 from tests.trajectories import screenshot, trajectory
-
-
-@contextmanager
-def make_rings() -> Iterator[list[str]]:
-    names = [f"webrl-test-{secrets.token_hex(4)}" for _ in range(2)]
-    rings = [Ring.create_or_attach(name, 2**23, name) for name in names]
-    yield names
-    for ring in rings:
-        ring.unlink()
-        ring.close()
 
 
 def put(ring: Ring, groups: Sequence[Group]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -29,7 +30,7 @@ from megatron_webrl.trainer.multi_node.screenshots import image_key, image_size
 from megatron_webrl.types import Group
 from tests import forks, gloo
 from tests.ring.support import damage
-from tests.trainer.multi_node.nodes import Member, group, make_rings, put
+from tests.trainer.multi_node.nodes import Member, group, put
 from tests.trainer.ranks import (
     VERSION,
     largest_difference,
@@ -61,8 +62,12 @@ HOMES = (0, 0, 1, 0, 0, 0)  # the ring that each group is written to
 
 @pytest.fixture
 def names() -> Iterator[list[str]]:
-    with make_rings() as names:
-        yield names
+    names = [f"webrl-test-{secrets.token_hex(4)}" for _ in range(2)]
+    rings = [Ring.create_or_attach(name, 2**23, name) for name in names]
+    yield names
+    for ring in rings:
+        ring.unlink()
+        ring.close()
 
 
 def updates(platform: Any, folder: Path, model: Path, names: Sequence[str], layout: Layout) -> dict[str, Any]:
