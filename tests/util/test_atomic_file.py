@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import threading
+from itertools import product
 from pathlib import Path
 
 import pytest
 
+from megatron_webrl.ring.record import RecordFileWriter
 from megatron_webrl.util import atomic_file
-from tests.file_faults import file_size_limit, run_forked
+from tests.file_faults import FileFaults, file_size_limit, run_forked
+from tests.waiting import run_apart
 
 
 def names(folder: Path) -> set[str]:
@@ -75,3 +79,37 @@ def test_the_temporary_file_of_a_killed_process_is_removed_an_hour_after_its_las
         os.utime(path, (0, 0))
     assert atomic_file.remove_leftovers(tmp_path) == [left.name]
     assert names(tmp_path) == {"data.writing"}
+
+
+def write_records(path: Path, content: bytes) -> None:
+    with RecordFileWriter(path) as file:
+        file.write([content])
+
+
+def lose_power(kind: str) -> None:
+    write = {"file": atomic_file.write_bytes, "records": write_records}[kind]
+    for at, seed in product(range(1, 20), range(4)):
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:  # an fsync takes no time there
+            folder, old, new = Path(memory, "folder"), Path(memory, "old"), Path(memory, "new")
+            folder.mkdir()
+            for path, content in ((old, b"old"), (new, b"new" * 1000), (folder / "state", b"old")):
+                write(path, content)
+
+            def crash(folder: Path = folder, at: int = at, seed: int = seed) -> None:
+                with FileFaults(folder, at, power_loss=True, seed=seed) as faults:
+                    write(folder / "state", b"new" * 1000)
+                    (folder.parent / "returned").touch()
+                    faults.crash()
+
+            assert run_forked(crash) == -signal.SIGKILL
+            done, content = Path(memory, "returned").exists(), (folder / "state").read_bytes()
+            assert content == new.read_bytes() if done else content in (old.read_bytes(), new.read_bytes())
+        if done and seed == 3:
+            break
+    assert 3 < at < 19
+
+
+@pytest.mark.parametrize("kind", ["file", "records"])
+def test_a_power_failure_leaves_all_or_nothing_and_after_the_return_all(kind: str):
+    """Content is on disk before the name, and the name before the return."""
+    run_apart(lose_power, kind)
