@@ -380,6 +380,10 @@ def _opened_private(path: Path, flags: int = 0) -> Iterator[_Opened]:
             yield opened
     except PermissionError as error:
         raise RingError(f"{path} belongs to another user; remove the file, or use another run.name") from error
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise RingError(f"{path} is a symbolic link; remove it, or use another run.name") from error
 
 
 def _path(name: str) -> Path:

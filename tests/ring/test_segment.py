@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -109,6 +110,14 @@ def test_sweep_leaves_foreign_files_other_prefixes_and_links_alone(name: str) ->
         foreign.unlink()
     with pytest.raises(RingError, match="needs a prefix"):
         sweep_segments("")
+
+
+def test_a_symbolic_link_is_not_followed(name: str, tmp_path: Path) -> None:
+    """Anyone can make one in shared memory, also of a file of this user."""
+    (SHM_FOLDER / name).symlink_to(tmp_path / "file")
+    with pytest.raises(RingError, match=f"{SHM_FOLDER / name} is a symbolic link"):
+        Ring.create_or_attach(name, CAPACITY, RUN)
+    assert not (tmp_path / "file").exists()
 
 
 def test_child_programs_do_not_inherit_the_lock(name: str) -> None:
