@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 
+from megatron_webrl.control.child_process import start_time
 from megatron_webrl.ring.ring import HOLDER_OFFSET, Ring, RingUsage
 from megatron_webrl.ring.segment import RingError
 from tests.ring.support import CAPACITY, RUN, check, kill, killed_at_line, payload
@@ -73,6 +74,15 @@ def test_space_that_a_writer_has_reserved_is_its_own_until_it_is_killed(ring: Ri
     os.kill(pid, signal.SIGKILL)  # not waited for: a zombie counts as dead
     assert check(ring.read(ring.write([payload(3, 60_000)], 10))) == 3
     assert exit_code(pid) == -signal.SIGKILL
+
+
+def test_the_space_of_a_dead_writer_is_freed_although_its_number_belongs_to_another_process(
+    ring: Ring, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_webrl.ring.ring.start_time", lambda pid: start_time(pid) - 1)
+    with Ring.attach(name) as earlier:
+        earlier._reserve(60_000, 1)
+    assert ring.usage() == RingUsage(0, CAPACITY, 0, 0)
 
 
 def test_a_stopped_process_with_the_lock_is_named_after_the_limit(ring: Ring, name: str, monkeypatch) -> None:

@@ -257,6 +257,7 @@ def test_a_trajectory_with_wrong_types_is_refused() -> None:
         ("versions", np.zeros(4, np.int32), r"steps\[0\].versions is int32 \[4\], must be int32 \[5\]"),
         ("image_grids", np.zeros((1, 2), np.int32), r"image_grids is int32 \[1, 2\], must be int32 \[1, 3\]"),
         ("images", np.array([3], np.int32), r"images=\[3\] names images outside 0..2"),
+        ("images", np.array([-1], np.int32), r"images=\[-1\] names images outside 0..2"),
         ("teacher_logprobs", np.zeros(2, np.float32), r"teacher_logprobs is float32 \[2\], must be float32 \[5\]"),
         ("experts", np.zeros((5, 3, 2), np.uint8), r"experts is uint8 \[5, 3, 2\], must be uint8 or uint16"),
         ("finish_reason", object(), "cannot be written into a record"),

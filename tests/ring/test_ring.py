@@ -45,6 +45,12 @@ def test_records_wrap_around_contiguously_for_many_rounds(ring: Ring) -> None:
     assert all(check(ring.read(sequence)) == sequence for sequence in unacknowledged)
 
 
+def test_records_fill_the_data_area_to_its_last_byte(ring: Ring) -> None:
+    for _ in range(4):
+        ring.write([bytes(CAPACITY // 4)], 0.1)
+    assert ring.usage() == RingUsage(CAPACITY, CAPACITY, 4, 0)
+
+
 def test_a_full_ring_blocks_the_writer_until_another_process_acknowledges(ring: Ring, name: str) -> None:
     sequences = [ring.write([payload(number, 20_000)], 1) for number in range(3)]
     begun = time.monotonic()

@@ -15,6 +15,7 @@ import pytest
 
 from megatron_webrl.ring.ring import NodeRing, Ring
 from megatron_webrl.ring.segment import (
+    NAMESPACE_OFFSET,
     SHM_FOLDER,
     RingError,
     accessors,
@@ -112,6 +113,22 @@ def test_sweep_leaves_foreign_files_other_prefixes_and_links_alone(name: str) ->
         sweep_segments("")
 
 
+def test_a_sweep_leaves_a_segment_that_has_taken_the_name_meanwhile(name: str, monkeypatch) -> None:
+    taken: list[Ring] = []
+
+    def take_first(fd: int, kind: int) -> bool:
+        monkeypatch.undo()
+        (SHM_FOLDER / name).unlink()
+        taken.append(Ring.create_or_attach(name, CAPACITY, RUN))
+        return try_lifetime_lock(fd, kind)
+
+    Ring.create_or_attach(name, CAPACITY, RUN).close()
+    monkeypatch.setattr("megatron_webrl.ring.segment.try_lifetime_lock", take_first)
+    assert sweep_segments(PREFIX) == []
+    with taken[0]:
+        assert (SHM_FOLDER / name).exists()
+
+
 def test_a_symbolic_link_is_not_followed(name: str, tmp_path: Path) -> None:
     """Anyone can make one in shared memory, also of a file of this user."""
     (SHM_FOLDER / name).symlink_to(tmp_path / "file")
@@ -199,6 +216,14 @@ def test_a_segment_of_another_format_or_truncated_is_refused(name: str) -> None:
             os.pwrite(file.fileno(), version.to_bytes(8, "little"), 8)
             file.truncate(size)
         with pytest.raises(RingError, match=words):
+            Ring.attach(name, 1)
+    assert sweep_segments(PREFIX) == [name]  # a refused one is not held
+
+
+def test_a_segment_of_another_pid_namespace_is_refused(name: str) -> None:
+    with Ring.create_or_attach(name, CAPACITY, RUN), (SHM_FOLDER / name).open("r+b") as file:
+        os.pwrite(file.fileno(), (os.stat("/proc/self/ns/pid").st_ino - 1).to_bytes(8, "little"), NAMESPACE_OFFSET)
+        with pytest.raises(RingError, match="another PID namespace"):
             Ring.attach(name, 1)
 
 
