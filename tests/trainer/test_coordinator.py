@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 
 from megatron_webrl.config.load import parse_config
+from megatron_webrl.ring.record import encode_trajectory
 from megatron_webrl.ring.ring import Ring
 from megatron_webrl.track.mlflow_upload import MLflowTracker
 from megatron_webrl.trainer.accounting import Accounting
@@ -18,8 +19,10 @@ from megatron_webrl.trainer.checkpoint.checkpointer import TrainerState
 from megatron_webrl.trainer.checkpoint.recovery import ResumePoint
 from megatron_webrl.trainer.coordinator import Coordinator
 from tests.file_faults import FileFaults
-from tests.job_control import connect, control_service
+from tests.job_control import claim_tickets, connect, control_service
+from tests.ring.support import damage
 from tests.trainer.multi_node.nodes import one_node_exchange
+from tests.trajectories import trajectory
 
 
 @pytest.mark.parametrize(
@@ -55,3 +58,20 @@ def test_lines_wait_for_a_full_disk_and_are_written_before_a_checkpoint(tmp_path
         assert not (folder / "evaluations.jsonl").read_text()
         coordinator._sync_histories()
     assert json.loads((folder / "evaluations.jsonl").read_text())["version"] == 1
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_another_ticket_takes_the_place_of_one_whose_record_is_damaged(tmp_path: Path) -> None:
+    config = parse_config(None, [f"run.directory={tmp_path}", "tracking.uri=http://127.0.0.1:9"])
+    config.run_folder.mkdir()
+    name, state = f"webrl-test-{secrets.token_hex(4)}", TrainerState(0, 0, 0, (), Accounting().state_dict(), 0)
+    with control_service(tmp_path) as address, Ring.create_or_attach(name, 2**20, name) as ring:
+        damage(ring, ring.write(encode_trajectory(trajectory(0, 0, group_size=2)), 1.0))
+        ring.unlink()
+        control, worker = connect(address, "trainer-0"), connect(address, "rollout-0")
+        exchange, tracker = one_node_exchange(ring), MLflowTracker(config)
+        coordinator = Coordinator(config, control, exchange, state, ResumePoint(), tracker)
+        coordinator.open_job(0)
+        assert claim_tickets(worker, 1000)
+        coordinator.collect(0, has_new_engines=lambda: True)
+        assert len(claim_tickets(worker, 1000)) == 1

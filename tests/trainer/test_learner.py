@@ -89,10 +89,11 @@ def _single_steps(config: Config, platform: Platform) -> dict[str, Any]:
     rows = packer.build(samples, "token_mean", 10)
     found["mismatch"] = _mismatch([*rows, *one])
     before = weights_of(learner)
-    for row in rows:
-        row.advantage[0] = float("nan")
-    with pytest.raises(NonFiniteGradient, match="the gradient norm is nan"):
-        learner.train_step(rows, None, objective)
+    for advantage, norm in ((1e30, "inf"), (float("nan"), "nan")):
+        for row in rows:
+            row.advantage[0] = advantage
+        with pytest.raises(NonFiniteGradient, match=f"the gradient norm is {norm}"):
+            learner.train_step(rows, None, objective)
     found["unchanged"] = largest_difference(before, weights_of(learner)) == 0
     return found
 

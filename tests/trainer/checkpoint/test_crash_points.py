@@ -261,6 +261,7 @@ def test_latest_never_goes_back(tmp_path: Path) -> None:
     for keep, obsolete in ((1, {"version-000005", "version-000006"}), (2, {"version-000006"})):
         assert {path.name for path in files.obsolete_checkpoints(newest, keep)} == obsolete
     (tmp_path / "checkpoints" / "latest").write_text("version-000005/\n")  # a user goes back
+    assert files.obsolete_checkpoints(tmp_path / "checkpoints" / "version-000005", 1) == []  # later ones stay
     assert files.commit(written(own, 6), 6).name == "version-000006.2"
     shutil.rmtree(tmp_path / "checkpoints" / "version-000006")  # older copies are deleted
     assert files.commit(written(own, 6), 6).name == "version-000006.3"

@@ -13,7 +13,7 @@ from megatron_webrl.ring.record import decode_trajectory, encode_trajectory
 from megatron_webrl.ring.ring import Ring
 from megatron_webrl.track import episodes
 from megatron_webrl.track.episodes import EpisodeLog, trajectory_identity
-from megatron_webrl.trainer.accounting import Accounting
+from megatron_webrl.trainer.accounting import DAMAGED_COUNTER, Accounting
 from megatron_webrl.trainer.checkpoint.checkpointer import TrainerState, read_trainer_state
 from megatron_webrl.trainer.checkpoint.recovery import ResumePoint, complete_groups, make_resume_point, split_tickets
 from megatron_webrl.trainer.data.batching import NO_VERSION, clear_versions_before_restart
@@ -90,27 +90,28 @@ def test_a_state_with_fields_of_another_version_can_be_read(tmp_path: Path) -> N
 
 @pytest.mark.usefixtures("one_rank")
 def test_after_a_death_every_record_and_episode_counts_once(tmp_path: Path) -> None:
-    """Of five tickets 0 is trained in the checkpoint, but not freed, 1 is whole in the ring, 2 is in flight, 3 was
-    trained after the checkpoint, and 4 was never claimed.
+    """Of six tickets 0 is trained in the checkpoint, but not freed, 1 is whole in the ring, 2 is in flight, 3 was
+    trained after the checkpoint, 4 has lost a damaged record, and 5 was never claimed.
     """
     name, log = f"webrl-test-{secrets.token_hex(4)}", EpisodeLog(tmp_path, 0)
     with control_service(tmp_path) as address, Ring.create_or_attach(name, 2**20, name) as ring:
         ring.unlink()
         control, exchange = connect(address, "trainer-0"), one_node_exchange(ring)
         make_resume_point(control, exchange, TrainerState(0, 0, 0, (), EMPTY, 0, episode_log_bytes=0), tmp_path, True)
-        control.start_ticket_epoch(0, 0, tickets(range(5)))
-        claim_tickets(control, 4)
-        made = {ticket: [trajectory(ticket, index, reward=float(index)) for index in range(2)] for ticket in range(4)}
-        for each in (*made[0], *made[1], made[2][0]):
+        control.start_ticket_epoch(0, 0, tickets(range(6)))
+        claim_tickets(control, 5)
+        made = {ticket: [trajectory(ticket, index, reward=float(index)) for index in range(2)] for ticket in range(5)}
+        for each in (*made[0], *made[1], made[2][0], made[4][0]):
             ring.write(encode_trajectory(each), 1.0)
         for each in (*made[0], *made[3]):
             log.add(each, None, 0)
         log.close()
-        for ticket in (0, 1, 3):
+        for ticket in (0, 1, 3, 4):
             control.close_ticket(ticket)
         state = TrainerState(1, 1, 1, (1, 2, 3), Accounting(trained=2).state_dict(), 0)
         found = make_resume_point(control, exchange, state, tmp_path, True)
-        assert (sorted(found.surviving_tickets), found.reissued_tickets) == ([1, 2], (3, 4))
+        assert (sorted(found.surviving_tickets), found.reissued_tickets) == ([1, 2], (3, 4, 5))
+        assert control.add(DAMAGED_COUNTER, 0) == 1  # what is left of ticket 4 is in no other count
         left = [decode_trajectory(ring.read(number)) for number in ring.committed()]
         assert [(each.ticket, each.index) for each in left] == [(1, 0), (1, 1), (2, 0)]
     assert (found.episodes_rolled_back, found.episodes_counted) == (2, {"rollout-0.1": 4})

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import fields, replace
 from itertools import product
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -131,6 +133,36 @@ def test_gradients_at_the_logits_equal_finite_differences() -> None:
             wanted = (values[0] - values[1]) / (2 * step)
             assert tensor.grad[place].item() == pytest.approx(wanted, abs=1e-6), (config, place)
         assert float(tensor.grad.abs().max()) > 0.01, config
+
+
+def test_context_parallel_ranks_compute_the_loss_of_a_response_that_they_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks one after the other: each adds to its sums those that the other has had before."""
+    data, group = example(4), cast(Any, SimpleNamespace(size=lambda: 2))
+    parts = [
+        {name: array if name == "step_lengths" else array[tokens] for name, array in data.items()}
+        for tokens in (slice(20), slice(20, None))  # within the third response, whose weight is above 0
+    ]
+    moved = (data["proximal_logprobs"] - data["behaviour_logprobs"])[data["step_index"] == 2]
+    bound = 0.99 * float((np.exp(moved) - 1 - moved).mean())  # which the response exceeds, but none of its parts
+    rejecting = variant(kl_rejection_bound=bound, kl_rejection_estimator="k3")
+
+    def on_rank(rank: int, reduce: Callable[[torch.Tensor], object], config: Any, teacher: Any) -> dict[str, float]:
+        monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, group: reduce(tensor))
+        current, evaluate = torch.from_numpy(parts[rank]["current"]), make_objective(config, group, VERSION, teacher)
+        loss, sums = evaluate(current, tensors(parts[rank]))
+        return {"loss": loss.item()} | {name: each.item() for name, each in sums.items()}
+
+    for config, teacher in [*VARIANTS, (rejecting, None)]:
+        loss, whole = make_objective(config, None, VERSION, teacher)(torch.from_numpy(data["current"]), tensors(data))
+        sums: list[list[torch.Tensor]] = [[], []]
+        for rank, own in enumerate(sums):
+            on_rank(rank, lambda tensor, own=own: own.append(tensor.clone()), config, teacher)
+        one, two = (
+            on_rank(rank, lambda tensor, others=others: tensor.add_(others.pop(0)), config, teacher)
+            for rank, others in enumerate(sums[::-1])
+        )
+        wanted = {"loss": loss.item()} | {name: each.item() for name, each in whole.items()}
+        assert {name: one[name] + two[name] for name in one} == pytest.approx(wanted, rel=1e-9), config
 
 
 def test_metrics_and_weights_are_those_of_the_equations() -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import pickle
 import secrets
 import signal
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +28,7 @@ from megatron_webrl.trainer.data.group_source import GroupSource
 from megatron_webrl.trainer.data.prefix_merging import unique_images
 from megatron_webrl.trainer.main import make_sequence_packer
 from megatron_webrl.trainer.multi_node.exchange import CollectInterrupt, make_exchange
-from megatron_webrl.trainer.multi_node.rank_messages import NodeTopology, NodeTopologyError
+from megatron_webrl.trainer.multi_node.rank_messages import NodeTopology, NodeTopologyError, RankMessenger
 from megatron_webrl.trainer.multi_node.screenshots import image_key, image_size
 from megatron_webrl.types import Group
 from tests import forks, gloo
@@ -42,6 +45,7 @@ from tests.trainer.ranks import (
     update,
     weights_of,
 )
+from tests.trajectories import screenshot
 from tools.bench import recorded_groups
 
 
@@ -191,10 +195,15 @@ def late_and_damaged(_: Any, folder: Path, names: Sequence[str]) -> dict[str, An
     groups = member.share(2)
     member.close(groups)
     lost = member.source and member.source.lost_tickets
+
+    if rank == 0:
+        put(member.ring, [group(20, 0)])
+    member.close(member.share(1))
+    freed = not member.rings.image_cache.has_image(image_key(screenshot(0)), frozenset({1}))  # of earlier updates
     member.rings.finish_collecting()
     torch.distributed.barrier()
     return {"seen": seen, "interrupts": interrupts == whys, "left": left, "whole": [g.ticket for g in groups],
-            "lost": lost}  # fmt: skip
+            "lost": lost, "freed": freed}  # fmt: skip
 
 
 def test_a_node_without_groups_delays_no_other_and_damaged_records_cost_their_episodes_only(
@@ -205,6 +214,7 @@ def test_a_node_without_groups_delays_no_other_and_damaged_records_cost_their_ep
     assert first["seen"][0] == [0, 1]
     assert sorted(first["seen"][1] + first["seen"][2]) == [2, 3, 4, 5]
     assert (first["interrupts"], first["left"], first["whole"], first["lost"]) == (True, 0, [12, 13], 2)
+    assert first["freed"]
     own = tmp_path / "late_and_damaged"
     for folder in ("run/damaged_records", "damaged_records/node-1"):
         assert [path.suffix for path in (own / folder).glob("*.record")] == [".record"]
@@ -298,6 +308,26 @@ def test_a_missing_rank_is_named_within_the_limit(
         assert text.startswith(expected)
         assert "\n" not in text
         assert float(seconds) < 14.0
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_broadcast_waits_as_long_as_rank_0_may_and_a_message_no_longer_than_its_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    messenger, content, limits = RankMessenger(NodeTopology((0, 0), 1), 5.0, 300.0), pickle.dumps("groups"), []
+
+    def receive(tensor: torch.Tensor, peer: int, group: Any) -> Any:
+        """A message that arrives when it is waited for."""
+
+        def wait(limit: timedelta) -> None:
+            limits.append(limit.total_seconds())
+            tensor.copy_(torch.tensor([len(content)]) if tensor.dtype is torch.int64 else torch.tensor([*content]))
+
+        return SimpleNamespace(wait=wait)
+
+    monkeypatch.setattr(torch.distributed, "irecv", receive)
+    assert (messenger.broadcast(), messenger.receive(0), messenger.receive(0, 60.0)) == ("groups",) * 3
+    assert limits == [300.0, 5.0, 5.0, 5.0, 60.0, 5.0]
 
 
 def both_on_node_0(*_: Any) -> None:

@@ -46,8 +46,8 @@ def at_home(shapes: Sequence[tuple[int, int, float]], nodes: int) -> tuple[list[
 
 
 def test_balanced_sequences_stay_on_their_nodes_and_more_replicas_get_more() -> None:
-    chains, homes = at_home([(100, i % 2, 1.0) for i in range(10)], 2)
-    assert assign_to_nodes(chains, [1.0] * 10, sites([ONE, TWO], homes)) == [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9]]
+    chains, homes = at_home([(100, 1 - i % 2, 1.0) for i in range(10)], 2)  # not in the order of the nodes
+    assert assign_to_nodes(chains, [1.0] * 10, sites([ONE, TWO], homes)) == [[1, 3, 5, 7, 9], [0, 2, 4, 6, 8]]
     chains, homes = at_home([(100, 0, 1.0)] * 12, 2)
     assert list(map(len, assign_to_nodes(chains, [1.0] * 12, sites([ONE, TWO, TWO], homes)))) == [4, 8]
 
