@@ -110,6 +110,7 @@ def test_stages_have_the_layers_that_vllm_and_the_trainer_assign() -> None:
         (tiny.Shape(deepstack=(0, 1)), EngineSizes(pipeline=4), "2 layers that DeepStack"),
         (tiny.Shape(), EngineSizes(expert_parallel=True), "expert_parallel=True"),
         (tiny.Shape(experts=3), EngineSizes(tensor=4), "engine tensor=4 .*num_experts=3"),
+        (tiny.Shape(layers=tiny.QWEN3_5_LAYERS), EngineSizes(tensor=4), "tensor_parallel=4 .*linear_num_key_heads=2"),
     ],
 )
 def test_sizes_that_vllm_cannot_shard_are_refused(shape: tiny.Shape, sizes: EngineSizes, message: str) -> None:

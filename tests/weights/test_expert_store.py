@@ -58,6 +58,27 @@ def test_unknown_tokens_are_marked_and_aborted_requests_forgotten() -> None:
     assert names(store.take("c")) == [LOST] * 4 + [5]
 
 
+def test_a_request_begins_with_its_first_block_also_after_a_preemption() -> None:
+    from megatron_webrl.weights import vllm_scheduler
+
+    blocks = {
+        name: [SimpleNamespace(block_id=each) for each in range(10 * i, 10 * i + 3)] for i, name in enumerate("abc")
+    }
+    manager = SimpleNamespace(coordinator=SimpleNamespace(single_type_managers=[SimpleNamespace(req_to_blocks=blocks)]))
+    scheduler = object.__new__(vllm_scheduler._Recomputing)
+    scheduler.kv_cache_manager, scheduler._group = manager, 0
+    step = SimpleNamespace(
+        scheduled_new_reqs=[SimpleNamespace(req_id="a", num_computed_tokens=4)],
+        scheduled_cached_reqs=SimpleNamespace(req_ids=["b", "c"], num_computed_tokens=[8, 7], resumed_req_ids={"b"}),
+        num_scheduled_tokens={"a": 3, "b": 2, "c": 1},
+    )
+    assert scheduler._tokens_of(step, BLOCK) == {
+        "a": ScheduledTokens(4, 0, [0, 1], True),
+        "b": ScheduledTokens(8, 0, [10, 11, 12], True),
+        "c": ScheduledTokens(7, 1, [21], False),
+    }
+
+
 def test_a_request_that_is_aborted_while_its_step_runs_leaves_its_experts_to_those_that_use_its_blocks() -> None:
     from megatron_webrl.weights import vllm_scheduler
 

@@ -133,6 +133,25 @@ def test_the_first_failure_ends_the_join_of_all_ranks_at_once(control: Path, vic
         assert text.endswith("another rank failed; first to fail was rank 3 (there:7): no GPU memory")
 
 
+def test_the_operations_in_flight_end_at_both_ends_of_a_closed_link(control: Path) -> None:
+    found, wakeups = join_in_threads(control, [0, 1], 2, 20.0), (threading.Event(), threading.Event())
+    for rank, wakeup in enumerate(wakeups):
+        found[rank].channel.start_transfer(wakeup, 60.0)
+        found[rank].channel.receive(torch.empty(1), 1 - rank)  # which the other does not send
+    found[1].close()
+    for rank, wakeup in enumerate(wakeups):
+        assert wakeup.wait(SLACK), f"rank {rank} still receives"
+        assert found[rank].channel.completed()[1]
+    found[0].close()
+
+
+def test_a_link_that_a_rank_refuses_is_not_waited_for(control: Path) -> None:
+    transport.reject_link(client(control), "x", "another plan")
+    started = time.monotonic()
+    assert "another plan" in join_in_threads(control, [0], 2, 60.0)[0]
+    assert time.monotonic() - started < SLACK
+
+
 def test_a_rank_that_cannot_host_the_store_says_so(control: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_webrl.control.group_store.own_address", lambda *_: "192.0.2.1")  # of no machine
     with pytest.raises(transport.TransferError, match=r"link x: rank 0 \(.*\) cannot host a store: .*assign"):

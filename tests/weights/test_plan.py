@@ -117,6 +117,9 @@ def test_balanced_loads_avoid_ranks_that_must_send_other_slices() -> None:
     assert shares[(0, 1, 2)][0] == 0
     load = [90, shares[0, 1, 2][1] + shares[1, 2, 3][0], shares[0, 1, 2][2] + shares[1, 2, 3][1], shares[1, 2, 3][2]]
     assert load[1:] == pytest.approx([30, 30, 30], abs=1)
+    # The first set gives way once the second has its shares.
+    shares = balance_load({(0, 1): 10, (1, 2): 100, (2, 3): 10})
+    assert shares == {(0, 1): [10, 0], (1, 2): [50, 50], (2, 3): [0, 10]}
 
 
 def some_plan(**changes: Any) -> TransferPlan:
@@ -137,7 +140,7 @@ def test_senders_start_with_different_receivers() -> None:
         assert [message.receiver for message in plan.messages(0, sender=rank)[:4]] == [(rank + i) % 4 for i in range(4)]
 
 
-def test_ranks_agree_on_the_digest_and_any_difference_changes_it() -> None:
+def test_ranks_agree_on_the_digest_and_any_difference_changes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = some_plan()
     assert some_plan().digest == plan.digest
     trainer, engines = plan.trainer, plan.engines
@@ -151,6 +154,9 @@ def test_ranks_agree_on_the_digest_and_any_difference_changes_it() -> None:
         {"staging_bytes": 2 * STAGING},
     ]
     digests = [plan.digest, *(some_plan(**change).digest for change in others)]
+    for name in ("MAP_VERSION", "_RULE_VERSION"):  # of another version of this package
+        monkeypatch.setattr(f"megatron_webrl.weights.plan.{name}", 99)
+        digests.append(some_plan().digest)
     assert len(set(digests)) == len(digests)
 
 

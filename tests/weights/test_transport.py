@@ -240,8 +240,8 @@ def test_an_error_of_a_trainer_rank_closes_all_its_links_and_reaches_the_engines
 
 
 def test_an_error_of_an_engine_rank_is_reported_by_its_neighbour_and_the_trainer(ranks: Ranks) -> None:
-    ranks.run(ranks.case(), {("engine", 1, 0): Fault(after=0, error="layer 3 cannot be processed")})
-    answers = ranks.collect()
+    ranks.run(ranks.case(seconds=60.0), {("engine", 1, 0): Fault(after=0, error="layer 3 cannot be processed")})
+    answers = ranks.collect()  # long before the timeout
     assert "LookupError: layer 3 cannot be processed" in answers["engine", 1, 0]
     assert "first to fail was rank 2" in answers["engine", 1, 1]
     for rank in range(SENDERS):
@@ -268,6 +268,8 @@ def test_a_value_changed_after_the_write_is_detected_and_named(ranks: Ranks) -> 
     assert "checksum of row.hf in row is " in text
     for key in [("engine", 1, 1), ("trainer", 0, 1)]:
         assert f":{ranks.pid(key)})" in text
+    for rank in range(SENDERS):  # no engine rank had confirmed the transfer
+        assert "checksum of row.hf" in (results(answers["trainer", 0, rank])["engine-1"] or "")
     assert answers["engine", 0, 0][0] == []
 
 

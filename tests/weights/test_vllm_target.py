@@ -18,8 +18,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch import Tensor
 from vllm import SamplingParams
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.model_loader.reload import layerwise
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.model.architectures import parameter_mappings
@@ -31,8 +34,6 @@ from megatron_webrl.weights.vllm_target import ModelTarget, check_vllm_version
 from tests.rollout.engine.engines import expected, perturb, picture
 from tests.weights.serving import load
 from tools.make_tiny_model import make_tiny_model
-
-pytestmark = pytest.mark.slow
 
 TOLERANCE = 1e-4
 ROOT = Path(__file__).resolve().parents[2]
@@ -228,7 +229,7 @@ def run(module: str, *arguments: str | Path, seconds: float = 800.0) -> Any:
     return json.loads(Path(arguments[-1]).read_text())
 
 
-@pytest.fixture(scope="module", params=list(MODELS))
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.slow) for name in MODELS])
 def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp(request.param)
     make_tiny_model(folder / "model", **MODELS[request.param])
@@ -279,6 +280,41 @@ def test_a_plan_and_slices_that_do_not_match_are_refused_by_name(report: Any) ->
     assert faults["more"].startswith(f"RuntimeError: parameter {last} has ")
     assert "no.such.weight" in faults["unknown"]
     assert "outside a transfer" in faults["outside"]
+
+
+class Summed(QuantizeMethodBase):
+    """Its kernel computes with the sum of the layer's two parameters, in place of the first."""
+
+    processed = 0
+
+    def create_weights(self, layer: Any, *arguments: Any, **options: Any) -> None: ...
+
+    def apply(self, layer: Any, *arguments: Any, **options: Any) -> Any: ...
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        layer.one.data = layer.one + layer.two
+        self.processed += 1
+
+
+def test_a_layer_of_several_parameters_is_processed_once_all_of_them_are_complete() -> None:
+    layer: Any = torch.nn.Module()
+    configuration: Any = None  # of vLLM: this layer needs none
+    for name in ("one", "two"):
+        layer.register_parameter(name, torch.nn.Parameter(torch.zeros(2, 3), requires_grad=False))
+    layer.quant_method, kernel = Summed(), layer.one
+    model = torch.nn.ModuleDict({"layer": layer})
+    layerwise.record_metadata_for_reloading(model)
+    shapes = {"layer.one": (2, 3), "layer.two": (2, 3)}
+    target = ModelTarget(model, configuration, torch.device("cpu"), shapes)
+    for version, order in enumerate((["one", "two"], ["two", "one"]), 1):
+        target.start_update()
+        for name in order:
+            for row in range(2):
+                target.tensor(f"layer.{name}")[row] = version * (10 if name == "one" else 1)
+                target.mark_written(f"layer.{name}", 3)
+        target.finish_update()
+        assert (layer.one is kernel, layer.quant_method.processed) == (True, version)
+        assert layer.one.eq(11 * version).all()
 
 
 def test_unsupported_versions_of_vllm_are_refused() -> None:
