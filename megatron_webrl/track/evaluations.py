@@ -375,6 +375,7 @@ class EvaluationLog:
         path = _episodes_path(self.folder, line)
         with continue_without(str(path)):
             path.parent.mkdir(parents=True, exist_ok=True)
+            atomic_file.fsync(self.folder)  # the name of a new folder
             atomic_file.write_text(path, "".join(json.dumps(asdict(result)) + "\n" for result in results))
         self.history.append(line)
         with suppress(OSError):  # which the history has logged

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import signal
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,8 @@ from megatron_webrl.track.evaluations import (
     pass_at,
     wilson_interval,
 )
+from tests.file_faults import FileFaults, run_forked
+from tests.waiting import run_apart
 
 REQUEST = EvaluationRequest(number=1, kind="before", tasks=4, samples=1, temperature=0.0, version=3, exclusive=True)
 
@@ -121,6 +125,33 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_success(samples: int, successe
         assert pass_at(k, samples, successes) == pytest.approx(sum(map(any, subsets)) / len(subsets))
     with pytest.raises(ValueError, match=f"pass@{samples + 1} cannot be estimated from {samples} samples"):
         pass_at(samples + 1, samples, successes)
+
+
+def crash_evaluations() -> None:
+    """A line that is there has its episodes, and once `append` has returned it is there."""
+    line, done = aggregate_results(REQUEST, [result(0)], seconds=1.0), False
+    for at, how in itertools.product(range(1, 30), ({}, {"power_loss": True}, {"power_loss": True, "seed": 1})):
+        if done and not how:
+            break
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:  # an fsync takes no time there
+            folder, returned = Path(memory, "folder"), Path(memory, "returned")
+            folder.mkdir()
+
+            def crash(folder: Path = folder, returned: Path = returned, at: int = at, how: Any = how) -> None:
+                with FileFaults(folder, at, **how) as faults:
+                    EvaluationLog(folder).append(line, [result(0)])
+                    returned.touch()
+                    faults.crash()
+
+            assert run_forked(crash) == -signal.SIGKILL
+            found, done = evaluations.read_evaluations(folder), returned.exists()
+            assert [evaluations.read_results(folder, each) for each in found] == [[result(0)]] * len(found)
+            assert found or not done
+    assert 8 < at < 29
+
+
+def test_no_crash_leaves_an_evaluation_without_its_episodes_or_loses_one_that_is_recorded():
+    run_apart(crash_evaluations)
 
 
 def test_the_summary_has_the_first_evaluation_before_and_those_of_the_last_version(tmp_path: Path):
