@@ -22,7 +22,9 @@ from megatron_webrl.control.child_process import (
     ChildProcess,
     ProcessError,
     RestartPolicy,
+    SupervisedProcess,
     is_alive,
+    restart_delay,
     start_process,
     start_time,
     sweep_orphans,
@@ -82,6 +84,7 @@ def test_child_and_grandchild_die_when_their_launcher_is_killed(program: Program
     launcher = program.start(start.format(inner, str(tmp_path / "outer")) + "time.sleep(60)")
     family = program.family(2)
     assert all(is_alive(*process) for process in family)
+    assert not any(is_alive(pid, started - 1) for pid, started in family)  # an ended process had the pid before
     end(launcher)
     until(lambda: not any(is_alive(*process) for process in family), "role and its own role dead")
 
@@ -273,6 +276,20 @@ def test_a_child_of_a_dead_child_neither_holds_up_its_parent_nor_the_log(tmp_pat
 
 
 # -- restarts -----------------------------------------------------------------------------------------
+
+
+def test_nothing_of_a_process_runs_on_when_it_is_restarted(program: Program, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HEAD + f"spawn({NOTE_AND_SLEEP!r})"]
+    role = SupervisedProcess("role", command, program.environment, tmp_path / "log", policy=RestartPolicy(1)).start()
+    [child] = program.family(1)
+    assert (role.process.wait(20), is_alive(*child)) == (0, True)
+    assert role.schedule_restart()
+    assert not is_alive(*child)
+
+
+def test_delays_double_up_to_a_limit_and_chance_takes_off_up_to_half() -> None:
+    assert [restart_delay(number, 0.0) for number in range(1, 10)] == [0, 1, 2, 4, 8, 16, 32, 60, 60]
+    assert [restart_delay(number, 1.0) for number in (1, 2, 4, 10**6)] == [0, 0.5, 2, 30]
 
 
 @given(st.lists(st.floats(0.0, 100.0), max_size=60), st.integers(0, 5), st.floats(1.0, 300.0))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from starlette.requests import Request
 
+from megatron_webrl.control import facts
 from megatron_webrl.control.connection import Connection
 from megatron_webrl.control.facts import FactFeed, FactFollower
 from megatron_webrl.control.journal import Journal
@@ -80,6 +83,29 @@ async def test_claims_that_wait_get_each_new_item_once(tmp_path: Path) -> None:
     assert await again == claimed[0]
 
 
+async def test_many_requests_that_wait_make_heartbeats_less_frequent_and_leave_nothing_once_they_have_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(facts, "REQUESTS_PER_SECOND", 2)
+    feed = FactFeed()
+
+    def interval() -> float:
+        answered: float = json.loads(feed.answer({}))["interval"]
+        return answered
+
+    def count_events() -> int:
+        gc.collect()
+        return sum(isinstance(each, asyncio.Event) for each in gc.get_objects())
+
+    before = count_events()
+    async with asyncio.TaskGroup() as waiting:
+        for number in range(6):
+            waiting.create_task(feed.wait({"session": str(number), "keys": ["a", "b"], "wait": 0.02}))
+        await asyncio.sleep(0)
+        assert interval() == 3.0
+    assert (interval(), count_events()) == (facts.HEARTBEAT_SECONDS, before)
+
+
 def test_older_news_change_nothing_whichever_server_they_come_from(tmp_path: Path) -> None:
     changes: list[object] = []
     follower = FactFollower(
@@ -102,6 +128,28 @@ def test_older_news_change_nothing_whichever_server_they_come_from(tmp_path: Pat
     assert (follower.facts["offer"], follower.request()["revision"], changes) == ((9, 3), 9, [2, 3, None])
 
 
+async def test_an_item_that_comes_goes_to_no_process_that_has_ended_while_it_waited(tmp_path: Path) -> None:
+    service = ControlService(JobState(), Journal(tmp_path / "journal"), "job", 60.0)
+
+    async def run(stream: str, *command: object, ended: bool = False) -> Any:
+        async def receive() -> dict[str, str]:
+            if not ended:
+                await asyncio.Event().wait()
+            return {"type": "http.disconnect"}
+
+        body = {"stream": stream, "number": 1, "commands": [list(command)], "wait": 5.0}
+        request = Request({"type": "http", "method": "POST", "headers": []}, receive)
+        return json.loads(await service.handlers["POST /sync"](body, request))["replies"][0]
+
+    ended = asyncio.create_task(run("ended", "claim", "queue", "rollout-0", 1, ended=True))
+    waiting = [asyncio.create_task(run(stream, "claim", "queue", stream, 1)) for stream in ("a", "b")]
+    again = asyncio.create_task(run("a", "claim", "queue", "a", 1))  # the same request, sent again
+    await asyncio.sleep(0)
+    await run("trainer", "append", "queue", [[item, None] for item in range(2)])
+    claimed = await asyncio.gather(ended, *waiting, again)
+    assert claimed == [[], [[0, None, 0]], [[1, None, 0]], [[0, None, 0]]]
+
+
 def test_a_late_report_of_an_ended_process_does_not_undo_the_clearing_of_its_role() -> None:
     liveness = Liveness(10.0)
     liveness.report("rollout-0", 1.0, {"sender": "first", "progress": "1:1"})
@@ -114,6 +162,13 @@ def test_a_late_report_of_an_ended_process_does_not_undo_the_clearing_of_its_rol
     assert liveness.silent_roles(60.0) == {}  # a pause of the service
     found = [liveness.silent_roles(float(now)) for now in range(61, 71)]
     assert found == [{}] * 9 + [{"rollout-0": False}]
+
+
+def test_an_older_report_that_comes_late_makes_no_role_silent() -> None:
+    liveness = Liveness(10.0)
+    for heard_at in (9.0, 1.0):  # the second one through the relay
+        liveness.report("rollout-0", heard_at, {"sender": "rollout-0"})
+    assert liveness.silent_roles(12.0) == {}
 
 
 def test_a_job_is_looked_at_until_its_last_viewer_stops_asking_and_only_living_workers_are_shown() -> None:

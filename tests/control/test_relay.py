@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,8 +19,11 @@ from pathlib import Path
 import pytest
 
 from megatron_webrl.control import facts
+from megatron_webrl.control import relay as relays
 from megatron_webrl.control.client import ControlClient
+from megatron_webrl.control.connection import ControlAddress
 from megatron_webrl.control.relay import Relay
+from megatron_webrl.control.server import Unavailable
 from tests.control.service_process import FREQUENT_HEARTBEATS, ServiceProcess, service_process
 from tests.job_control import claim_tickets, tickets
 from tests.waiting import started, until
@@ -173,6 +178,31 @@ def test_roles_ask_the_service_while_their_relay_does_not_answer(
                 until(lambda: watcher.put_json("weights/offer", time.time()) or again(), "news from the relay")  # type: ignore[func-returns-value]  # noqa: B023
         for control in (watcher, role):
             control.close()
+
+
+async def test_a_relay_without_its_service_refuses_the_roles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They find out for themselves whether it is lost."""
+    monkeypatch.setattr(relays, "LOST_SECONDS", 0.2)
+    address = tmp_path / "control.json"
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    ControlAddress("127.0.0.1", port, 1, "job", "token").write(address)
+    relay = Relay(address, "node-0")
+    threading.Thread(target=relay.follow, daemon=True).start()
+    refusals: list[str] = []
+
+    async def beat() -> None:
+        try:
+            await relay.sync({"session": "a", "keys": [], "roles": {"rollout-0": (0.0, {})}})
+        except Unavailable as error:
+            refusals.append(str(error))
+
+    async with asyncio.timeout(10):
+        while not refusals:
+            await beat()
+            await asyncio.sleep(0.02)
+    relay.ended = True
+    assert f"127.0.0.1:{port}" in refusals[0]
 
 
 def test_a_role_that_has_claimed_knows_all_facts_from_before_the_claim(tmp_path: Path) -> None:

@@ -9,15 +9,16 @@ import stat
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from megatron_webrl.control.client import Claimer, ControlClient, TicketClaim
-from megatron_webrl.control.connection import ControlAddress, JobEnded, JobFailed
+from megatron_webrl.control.connection import Connection, ControlAddress, ControlLost, JobEnded, JobFailed
 from megatron_webrl.control.state import TICKETS
 from tests.control.service_process import ServiceProcess, service_process
-from tests.job_control import claim_tickets, tickets
+from tests.job_control import claim_tickets, connect, control_service, start, tickets
 from tests.waiting import until
 
 
@@ -72,6 +73,8 @@ def test_a_restarted_worker_finds_its_claims_and_its_earlier_instance_has_ended(
     again.give_up_worker("rollout-1", "it failed too often")
     assert [claim.ticket for claim in claim_tickets(again, 1)] == [8]
     assert other.given_up_workers() == {"rollout-1": "it failed too often"}
+    with pytest.raises(JobEnded):
+        service.connect("rollout-1.follower-1").check_job()
 
 
 def test_a_claim_waits_for_a_ticket_and_a_claimer_waits_in_the_background(service: ServiceProcess) -> None:
@@ -93,6 +96,20 @@ def test_a_claim_waits_for_a_ticket_and_a_claimer_waits_in_the_background(servic
     until(lambda: claimer.put_back() or open_tickets() == 3, "its return")  # type: ignore[func-returns-value]
     assert worker.claim("tickets", "rollout-1", 1)[0][0] == 5 - third
     worker.close()
+
+
+def test_a_claimer_claims_no_more_than_there_is_room_for(tmp_path: Path) -> None:
+    with control_service(tmp_path) as address:
+        trainer = connect(address, "trainer-0")
+        claimer = Claimer(connect(address, "rollout-0"), TICKETS, "rollout-0")
+        count_open = lambda: len(trainer.run("read_queue", TICKETS)["open"])  # noqa: E731
+        trainer.start_ticket_epoch(0, 0, tickets([0]))
+        assert claimer.poll(3) == []
+        until(lambda: count_open() == 1, "a claim")
+        trainer.issue_tickets(tickets(range(1, 9)))
+        until(lambda: claimer.poll(3), "the ticket")
+        until(lambda: count_open() > 1, "another claim")
+        assert count_open() == 3
 
 
 def test_a_silent_role_is_lost_unless_it_is_restarted(tmp_path: Path) -> None:
@@ -119,6 +136,17 @@ def test_a_silent_role_is_lost_unless_it_is_restarted(tmp_path: Path) -> None:
         until(lambda: not watcher.is_lost("trainer-0", grace_seconds=0.3), "its heartbeat")
         again.close()
         watcher.close()
+
+
+def test_the_grace_of_a_restart_begins_with_each_silence(tmp_path: Path) -> None:
+    with control_service(tmp_path) as address:
+        control = connect(address, "rollout-0")
+        control.put_json("silent/trainer-0", False)  # as the service does
+        until(lambda: control.is_lost("trainer-0", grace_seconds=0.2), "its loss")
+        control.put_json("silent/trainer-0", None)
+        assert not control.is_lost("trainer-0", grace_seconds=0.2)
+        control.put_json("silent/trainer-0", False)
+        assert not control.is_lost("trainer-0", grace_seconds=0.2)
 
 
 def test_the_first_outcome_counts_and_a_users_stop_replaces_others(service: ServiceProcess) -> None:
@@ -151,6 +179,24 @@ def test_a_clean_end_is_no_failure_and_keep_alive_delays_the_exit(tmp_path: Path
             time.sleep(1.0)  # longer than it stays by itself
             assert not service.has_exited()
         until(service.has_exited, "the exit of the control service", 30.0)
+
+
+def test_a_service_that_is_shut_down_ends_at_once_whatever_waits(tmp_path: Path) -> None:
+    address, service = start(tmp_path)
+    control, body = connect(address, "launcher"), {"session": "a", "keys": ["key"], "revision": 2**60}
+
+    def wait() -> None:
+        with suppress(ControlLost):
+            Connection(address, "rollout-0", lost_seconds=0.1).sync(make_fields=lambda: body, wait_seconds=5.0)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    control.put_json("other", 1)
+    control.end_job("finished")
+    control.shutdown()
+    service.join(3.0)
+    assert not service.is_alive()
+    waiting.join()
 
 
 def test_a_wait_and_a_service_without_answer_are_errors_that_name_them(service: ServiceProcess, tmp_path: Path) -> None:
@@ -188,6 +234,13 @@ def test_a_request_without_the_token_is_refused_and_the_token_is_for_the_user_al
     assert service.process is not None
     assert address.token not in service.log + Path(f"/proc/{service.process.pid}/cmdline").read_text()
     assert address.token not in (service.folder / "journal").read_text()
+
+
+def test_the_tickets_of_a_large_batch_are_one_request(tmp_path: Path) -> None:
+    with control_service(tmp_path) as address:
+        control = ControlClient(address, "trainer-0", lost_seconds=1.0)
+        control.start_ticket_epoch(0, 0, tickets(range(5000)))
+        assert control.run("read_queue", TICKETS)["appended"] == 5000
 
 
 def test_a_request_that_is_none_is_refused(service: ServiceProcess) -> None:
