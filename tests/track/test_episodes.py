@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -74,6 +76,21 @@ def test_an_episode_is_read_back_by_its_line_of_the_index_and_at_no_other_positi
     for position in (3, 17, path.stat().st_size - 4, path.stat().st_size + 100):
         with pytest.raises(RecordError, match=path.name):
             read_record(path, position)
+
+
+def test_episodes_of_several_threads_are_stored_once_each(tmp_path: Path):
+    store, interval = EpisodeStore(tmp_path, 64 * MIB), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(store.add, [[trajectory(ticket)] for ticket in range(60)]))
+    finally:
+        sys.setswitchinterval(interval)
+    lines = list(history.read(tmp_path / INDEX_FILE))
+    assert sorted(line["ticket"] for line in lines) == list(range(60))
+    for line in lines:
+        found = decode_trajectory(read_record(tmp_path / line["file"], line["position"]))
+        assert found.ticket == line["ticket"]
 
 
 def test_a_restarted_worker_continues_its_numbers_and_counts_what_is_there(tmp_path: Path):

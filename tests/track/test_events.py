@@ -61,6 +61,10 @@ def test_broken_lines_are_skipped_and_unknown_fields_ignored(tmp_path: Path) -> 
         f'{json.dumps(whole)}\n[1]\n\n{{"time": "x", "role": "a", "event": "b"}}\n{{"time": 1.0, "role": "tr'
     )
     assert [(event.time, event.event) for event in read_events(tmp_path)] == [(2.0, "hung")]
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / events.FILE).write_text("".join(json.dumps(whole | {"time": at}) + "\n" for at in (2.0, 1.0, 3.0)))
+    assert [event.time for event in read_events(other)] == [1.0, 2.0, 3.0]  # of several nodes
     EventLog(tmp_path).add("trainer-1", "started")  # after half a line, which a full disk has left
     assert [event.role for event in read_events(tmp_path)] == ["trainer-0", "trainer-1"]
 

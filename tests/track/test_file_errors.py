@@ -1,4 +1,4 @@
-"""What writes a file of a run survives a disk that is full, read-only or broken.
+"""What writes a file of a run survives a disk that is full, read-only or broken, and a power failure.
 
 Each writer of state files and histories meets ENOSPC, EROFS and EIO at each of its file operations, once, and from
 there on for good. After the error the disk is well again, and the writer must be able to complete its work. A writer
@@ -10,6 +10,8 @@ from __future__ import annotations
 import errno
 import itertools
 import json
+import os
+import signal
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,7 +27,7 @@ from megatron_webrl.trainer.data.task_sampler import BlockList
 from megatron_webrl.types import BLOCKED, Group
 from megatron_webrl.util import atomic_file, history
 from megatron_webrl.util.history import History
-from tests.file_faults import FileFaults
+from tests.file_faults import FileFaults, run_forked
 from tests.trajectories import trajectory
 
 ERRORS = (errno.ENOSPC, errno.EROFS, errno.EIO)
@@ -114,3 +116,41 @@ def test_a_writer_survives_a_disk_that_fails(name: str) -> None:
             # A temporary file that cannot be removed is removed by the next start, as that of a killed process is.
             if not for_good and faults.names[at - 1] != "unlink":
                 assert not list(folder.rglob("*.writing")), how
+
+
+@pytest.mark.parametrize("name", [name for name, writer in WRITERS.items() if name not in ("events", "block list")])
+def test_what_a_writer_has_stored_survives_a_power_failure(name: str) -> None:
+    """Content is on disk before the name, and the name before the return. Events and blocks may be lost."""
+    writer = WRITERS[name]
+    for before, seed in itertools.product((True, False), range(4)):
+        with tempfile.TemporaryDirectory(dir=MEMORY) as memory:
+            folder = Path(memory, "run")
+            folder.mkdir()
+            if before:
+                writer.write(folder, 1)
+
+            def crash(folder: Path = folder, seed: int = seed) -> None:
+                with FileFaults(folder, power_loss=True, seed=seed) as faults:
+                    writer.write(folder, 2)
+                    faults.crash()
+
+            assert run_forked(crash) == -signal.SIGKILL
+            assert writer.read(folder) == ([1, 2] if before and writer.grows else [2])
+
+
+def test_an_interrupt_leaves_no_temporary_file(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), atomic_file.replacing(tmp_path / "state"):
+        raise KeyboardInterrupt
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_name_that_is_not_on_disk_is_an_error_unless_no_folder_can_be_synced(tmp_path: Path) -> None:
+    with FileFaults(tmp_path) as faults:
+        atomic_file.write_text(tmp_path / "state", "old")
+    assert faults.names[-1] == "fsync"
+    for error in (errno.EIO, errno.ENOSPC):
+        with FileFaults(tmp_path, faults.count, error), pytest.raises(OSError, match=os.strerror(error)):
+            atomic_file.write_text(tmp_path / "state", "new")
+    with FileFaults(tmp_path, faults.count, errno.EINVAL):
+        atomic_file.write_text(tmp_path / "state", "newest")
+    assert (tmp_path / "state").read_text() == "newest"

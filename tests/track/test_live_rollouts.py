@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from megatron_webrl.config.schema import Config
+from megatron_webrl.control.liveness import VIEWED
 from megatron_webrl.track.live_rollouts import (
     ACTING,
     CHANGING,
@@ -16,8 +20,11 @@ from megatron_webrl.track.live_rollouts import (
     STATES,
     WAITING_FOR_MODEL,
     RolloutTable,
+    RunningEpisodes,
+    running_file,
 )
-from tests.trajectories import trajectory  # fmt: skip
+from tests.trajectories import trajectory
+from tests.waiting import eventually
 
 TASK = replace(trajectory(0).task, website="shop.test", max_steps=9)
 
@@ -67,6 +74,45 @@ def test_a_group_leaves_the_table_together_and_an_evaluation_episode_alone():
     table.close("after", 7, 1)
     table.close("after", 99)
     assert sorted(rows(table)) == ["after-7-0", "training-70-0", "training-70-1"]
+
+
+class Viewers:
+    """The part of a control client by which a worker learns what is looked at."""
+
+    role = "rollout-0"
+
+    def __init__(self) -> None:
+        self.keys: list[str] = []
+
+    def get_json(self, key: str) -> Any:
+        assert key == VIEWED
+        return {"episodes": [f"{self.role}/{each}" for each in self.keys]}
+
+    def report_rollouts(self, encode: Callable[[], str]) -> None: ...
+
+
+async def test_the_file_of_an_episode_goes_with_its_last_viewer(tmp_path: Path):
+    config, table, viewers = Config(), RolloutTable(), Viewers()
+    config.run.directory = str(tmp_path)
+    for index in range(2):
+        table.open("training", 7, index, 2, TASK).episode_so_far = lambda: trajectory(7)
+    control: Any = viewers
+    running = RunningEpisodes(config, control, table)
+    folder = running_file(config.run_folder, viewers.role, "").parent
+
+    async def written(*keys: str) -> None:
+        viewers.keys = list(keys)
+
+        def done() -> bool:
+            running.poll()
+            return sorted(path.stem for path in folder.glob("*.record")) == sorted(keys)
+
+        await eventually(done, 10)
+
+    await written("training-7-0", "training-7-1")
+    await written("training-7-1")
+    await written()
+    await running.close()
 
 
 def test_a_row_names_the_task_and_is_small_whatever_the_task_is():

@@ -8,6 +8,7 @@ import shutil
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from mlflow.tracking import MlflowClient
@@ -167,6 +168,25 @@ def test_a_restarted_trainer_continues_the_run_and_sends_updates_that_replace_ot
         *((step, False) for step in (1, 2, 3)), (4, False), (4, True), (5, False), (5, True), (6, False), (6, True),
         (7, True),
     ]  # fmt: skip
+
+
+def test_a_run_whose_creation_was_not_confirmed_is_found_by_the_next_start(config: Config, store: str):
+    config.tracking.experiment = "of an answer that was lost"
+    first = Uploader(config)
+    create = first.client.create_run
+
+    def lose(*arguments: Any, **options: Any) -> None:
+        create(*arguments, **options)
+        raise ConnectionResetError
+
+    with mock.patch.object(first.client, "create_run", lose), pytest.raises(ConnectionResetError):
+        first.send()
+    second = Uploader(config)
+    second.send()
+    client = MlflowClient(store)
+    experiment = client.get_experiment_by_name(config.tracking.experiment)
+    assert experiment is not None
+    assert [run.info.run_id for run in client.search_runs([experiment.experiment_id])] == [second.state.run_id]
 
 
 def test_a_resume_with_another_store_sends_the_whole_run_there(

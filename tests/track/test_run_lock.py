@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -93,6 +94,8 @@ def test_a_later_launch_of_a_slurm_job_takes_over_at_once_and_an_earlier_one_nev
     with process_that_holds(tmp_path, "17"):
         first = launch_of_process(tmp_path, slurm("17"))
         assert first is not None
+        with pytest.raises(ConfigError, match="launch 1 of job 17"):
+            started(tmp_path, slurm("17"))
         with start_launch(tmp_path, slurm("17", 1)) as second:
             with pytest.raises(LaunchLost, match=rf"another launch has taken over {tmp_path}: launch 2 of job 17 on "):
                 first.check()
@@ -101,6 +104,21 @@ def test_a_later_launch_of_a_slurm_job_takes_over_at_once_and_an_earlier_one_nev
                 started(tmp_path, slurm("17"))
         with pytest.raises(LaunchLost, match="launch 2 of job 17"):
             started(tmp_path, slurm("17"))
+
+
+def test_the_lock_of_a_file_that_was_replaced_meanwhile_keeps_nobody_out_and_is_taken_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = itertools.count()
+
+    def lock(descriptor: int, operation: int, real: Callable[[int, int], None] = fcntl.flock) -> None:
+        if next(count) == 0:
+            (tmp_path / run_lock.LOCK_FILE).unlink()  # by another launch of the job
+        real(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", lock)
+    with start_launch(tmp_path, {}), pytest.raises(ConfigError, match="a job runs in"):
+        started(tmp_path)
 
 
 def test_of_launches_at_once_one_gets_the_lock(tmp_path: Path) -> None:

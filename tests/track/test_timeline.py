@@ -99,6 +99,14 @@ def test_the_files_of_a_process_keep_the_newest_spans(tmp_path: Path, monkeypatc
     assert len(list(tmp_path.glob("trainer-1.*"))) == 1
 
 
+def test_a_disk_that_stalls_costs_the_oldest_spans_and_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "UNWRITTEN_SPANS", 100)
+    timeline = Timeline(recording=True)
+    for number in range(300):
+        timeline.record("step", number, number + 0.5, step=number)
+    assert [span[4]["step"] for span in timeline.take()] == list(range(200, 300))
+
+
 def test_a_disk_that_fails_or_stalls_ends_the_recording_and_not_the_process(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
