@@ -40,6 +40,7 @@ from tests.trainer.checkpoint.small_learner import (
     tensors_of,
 )
 from tests.trainer.ranks import process_groups, results
+from tests.waiting import until
 
 REPLICAS = LAYOUTS["replicas"]
 
@@ -100,11 +101,16 @@ def _snapshot(learner: Any, folder: Path) -> dict[str, Any]:
     before = tensors_of(save(checkpoints, learner, 1))
     with mock.patch.object(FileSystemWriterAsync, "preload_tensors", staticmethod(preload)), _stopped_writers():
         checkpoints.start_save(learner, state_of(2))
+    task, is_early = checkpoints._current.task, torch.distributed.get_rank() == 1
+    if is_early:  # writes its share, which is empty, before the other rank
+        os.kill(task.pid, signal.SIGCONT)
+        until(lambda: task.done, "its share")
     checkpoints.poll()
     waited_for, held = checkpoints._current is not None, [len(copies), count_alive()]
     for _ in range(2):
         step(learner)
-    os.kill(checkpoints._current.task.pid, signal.SIGCONT)
+    if not is_early:
+        os.kill(task.pid, signal.SIGCONT)
     checkpoints.close()
     after = tensors_of(checkpoints.last_completed[1])
     return {
