@@ -139,6 +139,7 @@ async def test_a_job_that_resumes_within_the_hour_continues_with_what_is_left(tm
             for _ in range(times):
                 await JobUsageMeter(controls[0], budget, clock).reserve(ESTIMATE)
             save_usage(controls[0], budget, tmp_path, clock)
+        save_usage(controls[0], budget, tmp_path / USAGE_FILE, clock)  # a folder that cannot be written ends no job
         restore_usage(controls[1], budget, tmp_path)
         with pytest.raises(BudgetSpent, match="4 calls this hour, the limit is 3"):
             await JobUsageMeter(controls[1], budget, clock).reserve(ESTIMATE)

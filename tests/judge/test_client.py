@@ -18,7 +18,7 @@ from megatron_webrl.config.judge import BudgetConfig, JudgeModelConfig, judge_co
 from megatron_webrl.config.setting import ConfigError, check_sections
 from megatron_webrl.control.connection import JobEnded, JobFailed
 from megatron_webrl.judge.budget import BudgetSpent, LocalMeter, Usage
-from megatron_webrl.judge.client import JudgeClient, JudgeModel, Spending
+from megatron_webrl.judge.client import JudgeClient, JudgeModel, RequestFailed, Spending
 from megatron_webrl.judge.evaluation import Judge, open_evaluator
 from megatron_webrl.judge.verdict_file import settings_digest
 from megatron_webrl.ring.record import encode_trajectory
@@ -100,6 +100,25 @@ async def test_the_deadline_masks_the_episode(caplog: pytest.LogCaptureFixture):
     assert verdict.seconds < 30
 
 
+async def test_a_request_that_waits_for_others_ends_at_its_own_deadline():
+    async def never(request: web.Request) -> web.Response:
+        asked.set()
+        await asyncio.sleep(60)
+        return web.Response()
+
+    asked, body, now = asyncio.Event(), {"messages": [], "max_tokens": 1}, asyncio.get_running_loop().time()
+    async with (
+        serving(never) as url,
+        JudgeClient(settings(url, concurrency=1), LocalMeter(BudgetConfig())) as client,
+    ):
+        first = asyncio.create_task(client.complete("verdict", body, 0, now + 60, Spending()))
+        await asked.wait()
+        with pytest.raises(RequestFailed, match="deadline"):
+            await asyncio.wait_for(client.complete("verdict", body, 0, now + 0.2, Spending()), 5)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+
+
 async def test_each_slot_has_its_model_at_its_endpoint():
     second = ScriptedOracle()
     async with endpoint_of(ScriptedOracle()) as (url, _), endpoint_of(second) as (other, _):
@@ -118,19 +137,20 @@ async def test_odd_responses_mask_the_episode():
         (200, '{"choices": [{"message": {"content": 5}, "finish_reason": "stop"}]}', "empty"),
         (200, '{"choices": [{"message": {"content": ""}, "finish_reason": "stop"}], "usage": {"prompt_tokens": 1%s, '
          '"completion_tokens": 1}}' % ("0" * 400), "empty"),
+        (200, '{"choices": [{"message": {"content": ""}, "finish_reason": "stop"}], "usage": {"prompt_tokens": -9999, '
+         '"completion_tokens": 1}}', "empty"),
         (413, "too large", "refused_request"),
     ):  # fmt: skip
 
         async def handle(request: web.Request, status: int = status, body: str = body) -> web.Response:
             return web.Response(status=status, text=body, content_type="application/json")
 
-        async with (
-            serving(handle) as url,
-            open_evaluator(settings(url), LocalMeter(BudgetConfig())) as evaluator,
-        ):
+        meter = LocalMeter(BudgetConfig())
+        async with serving(handle) as url, open_evaluator(settings(url), meter) as evaluator:
             verdict = await evaluator.evaluate(episode(None))
         assert (verdict.outcome, verdict.reason) == ("judge_error", f"blocked: {reason}")
-        assert verdict.calls == (1 if status >= 400 else 3)
+        assert verdict.calls == meter.used.calls == (1 if status >= 400 else 3)
+        assert (meter.used.tokens > 0) == (status < 400)  # estimates, but for what was refused
 
 
 async def bodies_of(chosen: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], Verdict]:
@@ -296,3 +316,10 @@ async def test_an_unexpected_exception_masks_the_episode_and_an_end_of_the_job_p
             judge.client._meter = RaisingMeter(kind("over"))  # type: ignore[assignment]
             with pytest.raises(kind, match="over"):
                 await judge.judge(episode())
+
+
+def test_a_key_is_of_its_endpoint_only():
+    known = JudgeModelConfig("m", "http://x/v1", KEY_VARIABLE)
+    for other, variable in ((JudgeModelConfig("small"), KEY_VARIABLE), (JudgeModelConfig("small", "http://y/v1"), "")):
+        chosen = settings("http://x/v1", verdict=known, relevance=other)
+        assert JudgeModel.resolve(chosen, "relevance").key_variable == variable

@@ -124,6 +124,10 @@ def test_a_second_run_continues_and_each_setting_has_its_file(tmp_path: Path, ur
     assert judge(records, "--config", config) == 0
     latest = {line["episode"]: line["ticket"] for line in map(json.loads, kept.read_text().splitlines())}
     assert [latest[f"some.records:{n}"] for n in range(3)] == [1, 0, 2]
+    write(records, [replace(each, finished_at=each.finished_at + 1) for each in episodes()[1::-1]])  # of a second run
+    requests = stats_of(url)["requests"]
+    assert judge(records, "--config", config) == 0
+    assert stats_of(url)["requests"] > requests
 
 
 def test_episodes_without_a_usable_reply_are_asked_again_by_the_next_run(tmp_path: Path, url: str):
@@ -171,6 +175,15 @@ def test_ctrl_c_loses_no_verdict(tmp_path: Path):
         lines = [json.loads(line) for line in out.read_text().splitlines()]
         assert 3 <= len(lines) < 40
         assert {line["outcome"] for line in lines} == {"success"}
+
+
+def test_an_answer_in_a_record_without_an_end_is_the_end_of_its_episode(tmp_path: Path):
+    """As in demonstrations."""
+    answered = replace(episode("12 euros", reference="12 euros"), end_reason="")
+    records = write(tmp_path / "some.records", [answered, replace(answered, outcome="browser_error")])
+    assert judge(records, "evaluators=[page]", "--json", tmp_path / "out.json") == 0
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert (found["outcomes"], found["not_judged"]) == ({"success": 1}, {"browser_error": 1})
 
 
 def test_what_cannot_be_judged_or_compared_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

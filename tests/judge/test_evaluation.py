@@ -126,6 +126,15 @@ async def test_a_function_that_hangs_masks_the_episode_and_blocks_no_thread(name
     assert all(thread.daemon for thread in threading.enumerate() if thread.name == "evaluator")
 
 
+async def test_a_function_that_returns_or_raises_leaves_its_thread_to_the_next(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(evaluation, "MAX_THREADS", 1)
+    for name, expected in (("says_yes", "success"), ("raises", "judge_error")):
+        settings = judge_config(evaluators=[here(name)], deadline_seconds=20.0)
+        async with open_evaluator(settings, LocalMeter(BudgetConfig())) as evaluator, asyncio.timeout(10):
+            for _ in range(2):
+                assert (await evaluator.evaluate(episode())).outcome == expected
+
+
 COMBINED = [  # how, evaluators, outcome, the one that decides
     ("first", "says_nothing says_no says_yes", "failure", "says_no"),
     ("first", "raises says_yes", "success", "says_yes"), ("first", "raises says_nothing", "judge_error", "raises"),

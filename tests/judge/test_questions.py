@@ -11,9 +11,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from megatron_webrl.config.judge import judge_config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.judge.questions import MAX_FIELD_CHARS, NAMES, PromptFiles, clean_data, fence_fields
 from megatron_webrl.judge.replies import FORMS, MAX_REPLY_CHARS, VERDICT, UnusableReply, parse_reply
+from megatron_webrl.judge.verdict_file import settings_digest
 from tools.judge_endpoint.chat import parse_fences
 
 PROMPTS = Path(__file__).parents[2] / "configs" / "judge"
@@ -83,6 +85,13 @@ def test_the_digest_changes_with_every_file_of_the_protocol_and_no_other(folder:
         path.write_text(f"{path.name} changed")
         digests.add(prompts(folder).digest)
     assert len(digests) == len(changed) + 1
+
+
+def test_verdicts_by_other_prompts_have_another_file(folder: Path):
+    chosen = judge_config(evaluators=["judge"], protocol="webvoyager", prompts=str(folder))
+    before = settings_digest(chosen)
+    (folder / "webvoyager" / "outcome.md").write_text("changed")
+    assert settings_digest(chosen) != before
 
 
 def test_a_prompt_that_cannot_be_read_is_refused(folder: Path):
