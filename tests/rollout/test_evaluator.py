@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,8 @@ from megatron_webrl.control.client import ControlClient, TicketClaim
 from megatron_webrl.control.connection import JobEnded
 from megatron_webrl.judge.budget import BudgetSpent, LocalMeter
 from megatron_webrl.model.processor import Processor, decode_image
+from megatron_webrl.ring.ring import NodeRing
+from megatron_webrl.ring.segment import segment_name
 from megatron_webrl.rollout import main
 from megatron_webrl.rollout.demonstrations import ScriptedGenerator
 from megatron_webrl.rollout.episode_runner import EpisodeRunner
@@ -257,3 +260,35 @@ async def test_the_end_of_the_job_ends_what_a_worker_waits_for(tmp_path: Path) -
             await asyncio.wait_for(main.unless_job_ends(control, long), 60)
         long.cancel()
         control.close()
+
+
+def test_a_worker_whose_job_ends_while_it_starts_has_finished_nothing(tmp_path: Path) -> None:
+    config = Config()
+    config.run.name, config.ring.capacity_mib = f"starting{os.getpid()}", 1
+    with control_service(tmp_path) as address:
+        trainer = connect(address, "trainer-0")
+        trainer.end_job("finished")
+        ring = NodeRing(0, segment_name(config.run.name, "node 0"), "job")
+        with pytest.raises(JobEnded):
+            main.run(config, connect(address, "rollout-0"), 0, ring, nodes=(0, 1))  # it waits for a follower
+        counts = {"instance_id": "rollout-0.1", "finished": 0, "unwritten": 0}
+        assert trainer.get_json("final_counts/rollout-0") == counts
+    assert not Path("/dev/shm", ring.name).exists()
+
+
+async def test_an_engine_with_incomplete_weights_leaves_claimed_episodes_to_others(
+    config: Config, control: ControlClient, processor: Processor
+) -> None:
+    engine: Any = ScriptedEngine(config, processor)
+    async with EpisodeRunner.open(config, processor, "rollout-0", LocalMeter(config.judge.budget)) as episodes:
+        store = EpisodeStore.of_worker(config, "rollout-0")
+        evaluator = Evaluator(config, control, engine, episodes, store, "rollout-0.1")
+        request = EvaluationRequest(1, "during", tasks=1, samples=1, temperature=0.5, version=1)
+        evaluations.submit_request(control, request)
+        evaluator.poll()  # claims the episode in the background
+        engine.partially_updated = True
+        name = evaluations.queue_name(request)
+        await eventually(lambda: control.run("read_queue", name)["claimed"])
+        await eventually(lambda: (evaluator.poll(), control.claim(name, "rollout-1.1", 1))[1])
+        assert not engine.temperatures
+        await evaluator.close()

@@ -6,7 +6,7 @@ import asyncio
 import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from megatron_webrl.browser.server.client import RemoteSession
 from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.config.schema import Config, ModelConfig, RunConfig
 from megatron_webrl.config.tasks import tasks_config
+from megatron_webrl.control.client import TicketClaim
 from megatron_webrl.control.connection import Connection
 from megatron_webrl.control.state import TICKETS
 from megatron_webrl.judge.budget import BudgetSpent, LocalMeter
@@ -26,6 +27,7 @@ from megatron_webrl.judge.evaluation import page_verdict
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.ring.record import decode_trajectory
 from megatron_webrl.ring.ring import Ring
+from megatron_webrl.ring.segment import RingFull
 from megatron_webrl.rollout.demonstrations import ScriptedGenerator
 from megatron_webrl.rollout.engine.weight_client import WeightClient
 from megatron_webrl.rollout.episode_runner import EpisodeRunner
@@ -40,7 +42,7 @@ from megatron_webrl.trainer.checkpoint.recovery import ResumePoint
 from megatron_webrl.trainer.data.group_source import GroupSource
 from megatron_webrl.trainer.telemetry import EngineUtilization
 from megatron_webrl.types import BUDGET_SPENT, TaskReference, Trajectory, Verdict
-from tests.job_control import connect, control_service, tickets
+from tests.job_control import claim_tickets, connect, control_service, tickets
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -323,6 +325,7 @@ async def test_a_worker_waits_for_weights_of_a_restarted_trainer(episodes: Episo
         await job.until(lambda: job.pools[0].writer.written_episodes == 2)
         await job.until(lambda: not job.queue()["open"])
         job.trainer.put_json("weights/trainer", 2)
+        job.transfers = 0  # it counts its own
         assert job.trainer.rewind_tickets() == ([(0, 0)], {}, 1)
         job.trainer.start_ticket_epoch(1, 2, job.drawn(range(2)))
         announced = lambda: job.trainer.get_json("engine/rollout-0")["trainer"] == 2  # type: ignore[index]  # noqa: E731
@@ -336,12 +339,12 @@ async def test_a_worker_waits_for_weights_of_a_restarted_trainer(episodes: Episo
 
 
 async def test_tickets_of_cancelled_groups_are_claimed_again(episodes: EpisodeRunner, place: Place) -> None:
-    engine = DelayedEngine(episodes)
-    engine.delays = lambda answered: True
+    engine, asked = DelayedEngine(episodes), list[int]()
+    engine.delays = lambda answered: asked.append(answered) or (answered == 0 and len(asked) > 1)  # all but one episode
     async with job_of(episodes, place, engine) as job:
         await job.offer(0)
         job.open(limit=2)
-        await job.until(lambda: engine.asking == 4)
+        await job.until(lambda: engine.asking == 3 and job.pools[0].finished_episodes == 1)
         assert len(job.queue()["open"]) == 2
         request = EvaluationRequest(1, "after", tasks=1, samples=1, temperature=0.0, version=0, exclusive=True)
         evaluations.submit_request(job.trainer, request)
@@ -351,4 +354,35 @@ async def test_tickets_of_cancelled_groups_are_claimed_again(episodes: EpisodeRu
         await job.until(lambda: claim() or len(claimed) == 2)  # type: ignore[func-returns-value]
         assert sorted(claimed) == [0, 1]
         assert engine.asking <= 1  # of the evaluation
+        assert job.pools[0].finished_episodes == 1
         engine.released.set()
+
+
+async def test_the_end_of_the_job_ends_the_wait_for_room_in_the_ring_and_the_ticket_stays_open(
+    episodes: EpisodeRunner, place: Place
+) -> None:
+    for size in (2**20, 2**12, 2**6):
+        with suppress(RingFull):
+            while True:
+                place[1].write([bytes(size)], 0.0)
+    engine = DelayedEngine(episodes)
+    async with asyncio.timeout(LIMIT), job_of(episodes, place, engine) as job:
+        await job.offer(0)
+        job.open(limit=1)
+        await job.until(lambda: job.pools[0].finished_episodes == 2)
+    counts = {"instance_id": "rollout-0.1", "finished": 2, "unwritten": 2}
+    assert job.trainer.get_json("final_counts/rollout-0") == counts
+    assert [ticket for ticket, _ in job.queue()["open"]] == [0]  # a resumed job runs its group again
+
+
+async def test_a_restarted_worker_resumes_all_groups_that_it_left_as_it_has_room(tmp_path: Path) -> None:
+    with control_service(tmp_path) as address:
+        connect(address, "trainer-0").start_ticket_epoch(0, 0, tickets(range(4)))
+        worker = connect(address, "rollout-0")
+        assert len(claim_tickets(worker, 3)) == 3
+        claims = TicketClaims(worker, engines=1)
+        found = [claims.claim(room) for room in (0, 1, 1)]
+        assert [[claim.ticket for claim in each] for each in found] == [[], [0], [1]]
+        last: list[TicketClaim] = []
+        await eventually(lambda: last.extend(claims.claim(2 - len(last))) or len(last) == 2)
+        assert [claim.ticket for claim in last] == [2, 3]

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from megatron_webrl.config.schema import Config
+from megatron_webrl.control.client import ControlClient
 from megatron_webrl.control.connection import JobEnded
 from megatron_webrl.ring.record import encode_trajectory
 from megatron_webrl.ring.ring import NodeRing, Ring
-from megatron_webrl.ring.segment import RingFull, sweep_segments
+from megatron_webrl.ring.segment import RingFull, segment_name, sweep_segments
 from megatron_webrl.rollout import ring_output
 from megatron_webrl.rollout.ring_output import TrajectoryWriter, open_node_ring
 from tests.job_control import connect, control_service
@@ -80,3 +81,31 @@ def test_only_the_end_of_the_job_removes_the_ring(tmp_path: Path, error: type[Ex
             assert not file.exists()
     finally:
         sweep_segments(name)
+
+
+def test_without_an_answer_of_the_service_the_clean_end_of_a_role_removes_the_ring(tmp_path: Path) -> None:
+    config, name = Config(), f"webrl-silent{os.getpid()}"
+    config.run.name, config.ring.capacity_mib = name, 1
+    with control_service(tmp_path) as address:
+        control = ControlClient(address, "rollout-0", lost_seconds=0.2)
+    try:
+        for error, stays in ((RuntimeError, True), (JobEnded, False)):
+            with suppress(error), open_node_ring(config, control, NodeRing(0, name, "job"), first_instance=False):
+                raise error
+            assert Path("/dev/shm", name).exists() == stays
+    finally:
+        sweep_segments(name)
+
+
+def test_only_the_first_instance_of_a_worker_removes_the_records_of_an_earlier_job(tmp_path: Path) -> None:
+    config = Config()
+    config.run.name, config.ring.capacity_mib = f"swept{os.getpid()}", 1
+    ring = NodeRing(0, segment_name(config.run.name, "node 0"), "job")
+    with control_service(tmp_path) as address:
+        control = connect(address, "rollout-0")
+        with ring.create_or_attach(2**20) as written:
+            written.write([b"record"], 0.0)
+        for first_instance, kept in ((False, [b"record"]), (True, [])):  # no process uses the ring meanwhile
+            with open_node_ring(config, control, ring, first_instance) as opened:
+                assert [bytes(opened.read(number)) for number in opened.committed()] == kept
+    sweep_segments(ring.name)

@@ -20,11 +20,12 @@ import pytest
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.child_process import SupervisedProcess
 from megatron_webrl.control.client import ControlClient
-from megatron_webrl.control.connection import JobFailed
+from megatron_webrl.control.connection import JobEnded, JobFailed
 from megatron_webrl.launch.roles import role_command
 from megatron_webrl.placement.placement import place_processes, ring_name, rollout_process_name
+from megatron_webrl.ring.ring import NodeRing
 from megatron_webrl.ring.segment import segment_prefix, sweep_segments
-from megatron_webrl.rollout.engine.followers import EngineFollowers, failure_key, reply_key, start_key
+from megatron_webrl.rollout.engine.followers import EngineFollowers, failure_key, reply_key, run, start_key
 from megatron_webrl.rollout.engine.vllm_engine import VLLMEngine
 from megatron_webrl.rollout.engine.weight_client import WeightClient
 from megatron_webrl.rollout.generator import EngineDeadError
@@ -172,3 +173,23 @@ async def test_the_wait_for_followers_ends_at_its_limit_or_with_the_job(tiny_mod
         connect(address, "other").end_job("failed: other things")
         with pytest.raises(JobFailed, match="other things"):
             await asyncio.wait_for(calling, 10)
+
+
+async def test_a_restarted_follower_fails_a_start_that_it_has_answered_before(tiny_model: Path, tmp_path: Path) -> None:
+    """The ranks of a start rendezvous once."""
+    config = spanning(tmp_path, tiny_model)
+    config.evaluation.only = True  # without a ring
+    with control_service(tmp_path) as address:
+        worker, restarted = connect(address, "rollout-0"), connect(address, FOLLOWER)
+        start = {"instance_number": 1, "host": "127.0.0.1", "port": 9}
+        reply = {"host": socket.gethostname(), "instance_number": restarted.register_instance()}
+        worker.put_json(start_key(0), start)
+        worker.put_json(reply_key(0, 1, 1), reply)
+        serving = asyncio.create_task(
+            asyncio.to_thread(run, config, restarted, 0, 1, 2, NodeRing(1, ring_name(config, 1), "job"))
+        )
+        await eventually(lambda: worker.get_json(failure_key(0, 1)) or serving.done())
+        assert "was restarted" in str(worker.get_json(failure_key(0, 1)))
+        worker.end_job("finished")
+        with pytest.raises(JobEnded):
+            await asyncio.wait_for(serving, 30)
