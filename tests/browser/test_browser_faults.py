@@ -198,6 +198,7 @@ async def test_a_cached_session_serves_the_next_episode_unless_it_was_lost_or_in
     async with pool.episode(page_task("stores")) as (first, seen):
         assert not json.loads(seen.title)[0]
         first.network.count_request()
+        first.network.count_bytes(2**20)
         await first.step(Action("left_click", coordinate=(500, 500)))
     await eventually(lambda: pool.gauges()["sessions_in_use"] == 0)
     assert pool.gauges()["sessions_cached"] == 1
@@ -206,11 +207,16 @@ async def test_a_cached_session_serves_the_next_episode_unless_it_was_lost_or_in
         assert json.loads(seen.title)[0] == "seen=1"
         assert (seen.page_changed, pool.gauges()["sessions_cached"]) == (False, 0)
         assert again.network.requests == 0
+        assert again.network.bytes < 2**20
     async with pool.episode(page_task("other")) as (last, _):
         assert last is first
     async with pool.episode(page_task("other")) as (fresh, _):  # its source does not permit reuse
         assert fresh is not first
     assert (pool.counters.sessions, pool.counters.sessions_reused) == (4, 2)
+    async with pool.episode(page_task("stores")), pool.episode(page_task("stores")):
+        pass
+    await eventually(lambda: pool.gauges()["sessions_in_use"] == 0)
+    assert pool.gauges()["sessions_cached"] == 1  # browser.reuse_pages
     async with pool.episode(page_task("stores")) as (session, _):
         step = asyncio.ensure_future(session.step(Action("wait", time=5.0)))
         await asyncio.sleep(0)
@@ -236,6 +242,9 @@ async def test_the_next_episode_finds_no_state_of_the_previous_one(pool: Browser
             seen = await session.reset(page_task("stores"))
             assert json.loads(seen.title) == ["seen=1", "1", "1", "seen", "seen", 0], number
         assert counting.requests["/kept.txt"] == number  # the second page of an episode has it from the cache
+    await eventually(lambda: pool.gauges()["sessions_in_use"] == 0)
+    with pytest.raises(ConnectionError):  # its way out is closed
+        await asyncio.open_connection("127.0.0.1", session.network.port)
     for _ in range(3):  # a session of a cancelled caller is released
         taking = asyncio.ensure_future(pool._acquire())
         await asyncio.sleep(0)
@@ -274,10 +283,11 @@ async def test_a_crash_loses_the_sessions_of_one_browser(site: FolderSite, monke
 async def test_a_killed_process_loses_one_step(pool: BrowserPool, victim: str) -> None:
     async with pool.session() as session:
         await session.reset(page_task("first"))
-        waiting = asyncio.ensure_future(session.step(Action("wait", time=5)))
+        waiting, started_at = asyncio.ensure_future(session.step(Action("wait", time=5))), time.monotonic()
         send(pool, signal.SIGKILL, victim)
         with pytest.raises(BrowserError) as raised:
             await waiting
+    assert time.monotonic() - started_at < 4  # the step would have taken longer
     assert raised.value.outcome == ("page_crashed" if victim == "renderer" else "browser_crashed")
     assert await serves(pool)
     assert pool.counters.crashes == (victim != "renderer")
@@ -299,6 +309,16 @@ async def test_a_hanging_browser_is_replaced(pool: BrowserPool, monkeypatch: pyt
     await eventually(lambda: not alive_pids(stopped))
     monkeypatch.setattr(pool_module, "ANSWER_SECONDS", 5.0)
     assert await pool.health_problem() is None
+
+
+async def test_a_browser_that_answers_late_once_is_kept(pool: BrowserPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_module, "PING_SECONDS", 1.0)
+    send(pool, signal.SIGSTOP)
+    health = asyncio.create_task(pool.health_problem())
+    await asyncio.sleep(1.1)  # more than one ping, less than two
+    send(pool, signal.SIGCONT)
+    assert await health is None
+    assert pool.counters.hangs == 0
 
 
 async def test_a_browser_that_has_grown_or_hangs_is_replaced(site: FolderSite, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,6 +375,19 @@ async def test_a_browser_with_a_stuck_context_is_replaced(pool: BrowserPool, mon
     await eventually(lambda: pool.counters.recycled_by_stuck_contexts == 1)
     monkeypatch.setattr(session_module, "CLOSE_SECONDS", 10.0)
     await eventually(lambda: not alive_pids(old))
+    assert await serves(pool)
+
+
+async def test_a_browser_that_opens_no_context_is_replaced_and_ends(
+    pool: BrowserPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = pids_of(pool, "browser")
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "_step_seconds", 0.0)
+        with pytest.raises(BrowserTimeout, match="no context within"):
+            await pool.episode(page_task("first")).__aenter__()
+    await eventually(lambda: not alive_pids(old))
+    assert (pool.counters.recycled_by_stuck_contexts, pool.counters.retries) == (2, 1)
     assert await serves(pool)
 
 

@@ -371,6 +371,8 @@ async def test_tabs_are_opened_up_to_their_limit_and_only_on_allowed_places(gym:
     assert (await gym.click("link")).error == "a new window was closed; no more than 3 tabs can be open"
     assert (await gym.act("close_tab")).title == ""
     assert [tab.title for tab in gym.seen.tabs] == ["Other", ""]
+    await gym.session.page.evaluate("() => { for (let n = 0; n < 6; n++) open('other.html'); }")
+    assert len((await gym.act("wait", time=0)).tabs) == 3
 
 
 async def test_a_tab_that_closes_itself_leaves_the_one_before(gym: Gym) -> None:

@@ -15,7 +15,7 @@ from playwright.async_api import Page, Route
 
 from megatron_webrl.browser.browser_pool import BrowserPool
 from megatron_webrl.browser.errors import BrowserError
-from megatron_webrl.browser.page import settle
+from megatron_webrl.browser.page import action_executor, settle
 from megatron_webrl.browser.page.tabs import MAX_MESSAGE_CHARACTERS, MAX_MESSAGES, StepMessages
 from megatron_webrl.browser.session import Session
 from megatron_webrl.config.browser import BrowserConfig
@@ -197,6 +197,17 @@ async def test_a_link_is_followed_before_the_page_is_shown_and_going_back_return
     assert (back.title, back.screenshot) == ("First", first.screenshot)
     nothing = await session.step(Action("go_back"))
     assert (nothing.title, nothing.page_changed, nothing.error) == ("First", False, "there is no earlier page")
+
+
+async def test_an_earlier_page_that_does_not_answer_is_given_up(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(action_executor, "COMMIT_SECONDS", 0.3)
+    await session.reset(page_task("slow"))
+    await session.step(navigate(f"{ORIGIN}/second.html"))
+    async with unanswered(session):
+        seen = await session.step(Action("go_back"))
+    assert (seen.title, seen.error) == ("Second", "the earlier page did not answer within 0.3 s")
 
 
 async def test_only_allowed_places_can_be_navigated_to(session: Session) -> None:

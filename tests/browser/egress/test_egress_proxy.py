@@ -263,6 +263,13 @@ async def test_an_unreachable_server_gets_no_response_and_is_reported(monkeypatc
         assert network.refused == {}
 
 
+async def test_the_addresses_of_a_name_are_tried_in_turn() -> None:
+    async with Server(answering(OK)) as server:
+        names = {"two.example": [["127.0.0.2", "127.0.0.1"]]}  # nothing listens at the first
+        async with open_network({"http://a.test": f"two.example:{server.port}"}, names) as network:
+            assert (await ask(network, get("http://a.test/"))).endswith(b"hello")
+
+
 async def test_a_look_up_times_out_and_holds_its_permit_until_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proxy_module, "CONNECT_SECONDS", 0.05)
     running, release, real = 0, threading.Event(), socket.getaddrinfo

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 import h11
@@ -172,11 +173,15 @@ async def test_a_response_is_rewritten_canonically_or_refused_with_a_reason() ->
 
 
 async def test_what_a_server_sends_after_its_response_does_not_answer_the_next_request() -> None:
+    ended = asyncio.Queue[None]()
+
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         target = (await head_of(reader)).split(" ")[1][1:]
         body = f"{OK.decode()}Content-Length: {len(target)}\r\n\r\n{target}"
         writer.write(body.encode() + OK + b"Content-Length: 8\r\n\r\nsmuggled")
-        await reader.read()
+        with suppress(ConnectionError):
+            await reader.read()
+        ended.put_nowait(None)
 
     async with Server(handle) as server, open_network({"http://a.test": f"127.0.0.1:{server.port}"}) as network:
         reader, writer = await asyncio.open_connection("127.0.0.1", network.port)
@@ -184,6 +189,7 @@ async def test_what_a_server_sends_after_its_response_does_not_answer_the_next_r
             writer.write(f"GET http://a.test/{target} HTTP/1.1\r\nHost: a.test\r\n\r\n".encode())
             await head_of(reader)
             assert await reader.readexactly(len(target)) == target.encode()
+            await ended.get()  # the proxy leaves no connection open
         writer.close()
         assert server.connections == 2
 

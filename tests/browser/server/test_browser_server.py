@@ -9,6 +9,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from http import HTTPStatus
+from typing import Any
 
 import aiohttp
 import hypothesis
@@ -19,7 +20,10 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, strategies
 from schemathesis import APIOperation, Case, GenerationMode
 
+from megatron_webrl.browser.server import browser_server as browser_server_module
 from megatron_webrl.browser.server import protocol
+from megatron_webrl.browser.server.browser_server import BrowserServer, RequestRefused
+from megatron_webrl.config.schema import Config
 from megatron_webrl.types import Observation
 from tests.browser.server.conftest import LIMIT, Http, Server, browser_server, until_async
 from tests.browser.server.servers import browser_of
@@ -131,6 +135,22 @@ async def test_a_client_that_ends_during_a_step_blocks_its_lease_no_longer_than_
     await http.until_free(3)
     assert time.monotonic() - started < 4.5  # the step alone would have taken 5 s
     assert (await http("GET", f"/v1/leases/{lease}")).status == protocol.STATUS_LEASE_EXPIRED
+
+
+async def test_the_latest_ends_of_leases_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(browser_server_module, "MAX_ENDED_LEASES", 2)
+    absent: Any = None
+    server = BrowserServer(Config(), absent, absent, 1, "")
+    ended = []
+    for _ in range(3):
+        ended.append(server.create_lease(protocol.LeaseRequest()).id)
+        await server.release_lease(ended[-1])
+    reasons = []
+    for lease in ended:
+        with pytest.raises(RequestRefused) as refused:
+            server.find_lease(lease)
+        reasons.append(str(refused.value))
+    assert reasons == ["this server knows no such lease", *["the lease has been released"] * 2]
 
 
 async def test_concurrent_operations_conflict_and_a_release_cancels_the_first(http: Http) -> None:
