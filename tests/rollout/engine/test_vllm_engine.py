@@ -153,8 +153,9 @@ async def test_a_failed_update_pauses_the_engine_until_a_complete_one_over_anoth
         with pytest.raises(WeightUpdateError, match="engine 0 did not take version 3: rank 0: TransferError"):
             await engine.update_weights(3, sender.transfers + 1)  # the trainer does not send it
     assert (engine.version, engine.partially_updated) == (2, True)
+    monkeypatch.setattr(engine._config.rollout, "operation_timeout_seconds", 1.5)  # without the pause
     waiting = asyncio.create_task(engine.generate(None, prompt(engine, 0), []))
-    done, _ = await asyncio.wait({in_flight, waiting}, timeout=0.5)
+    done, _ = await asyncio.wait({in_flight, waiting}, timeout=1.6)
     assert not done  # kept without a response
     monkeypatch.undo()
     perturb(reference, seed=3)
