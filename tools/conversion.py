@@ -56,7 +56,10 @@ def run_conversion(tool: str, target: Path, convert: Callable[[], ConversionSumm
     except (ValueError, OSError) as error:
         print(f"{tool}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, RuntimeError) as error:
+        # torch's writer of a file raises another error in place of an interrupt
+        if not isinstance(error, KeyboardInterrupt) and not isinstance(error.__context__, KeyboardInterrupt):
+            raise
         print(f"{tool}: interrupted; nothing was written", file=sys.stderr)
         return 130
     print(f"{target}: {summary.tensors} tensors, {summary.nbytes / 1e9:.3f} GB")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from tests.model.convert import hf_folders
 from tests.waiting import until
 from tools import hf_to_megatron as there
 from tools import megatron_to_hf as back
+from tools.conversion import run_conversion
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 240.0
@@ -103,6 +106,20 @@ def test_a_refusal_is_one_line_and_exits_with_2(
         with pytest.raises(SystemExit, match="2"):
             back.main([str(tmp_path), str(tmp_path / "back"), f"--shard-size={text}"])
     assert not list(tmp_path.iterdir())
+
+
+class Interrupted(io.BytesIO):
+    """A file whose second write is interrupted."""
+
+    def write(self, data: Any) -> int:
+        if self.tell():
+            raise KeyboardInterrupt
+        return super().write(data)
+
+
+def test_an_interrupt_within_a_write_is_an_interrupt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_conversion("tool", tmp_path, lambda: torch.save(torch.zeros(1000), Interrupted())) == 130
+    assert capsys.readouterr().err == "tool: interrupted; nothing was written\n"
 
 
 @pytest.mark.slow
