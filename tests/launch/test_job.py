@@ -172,3 +172,29 @@ def test_a_mixture_of_experts_trains_over_stages_and_converts_back(job: Job, arc
     assert before.keys() == after.keys()
     experts = "model.language_model.layers.0.mlp.experts.gate_up_proj"
     assert 0 < (before[experts] - after[experts]).abs().max() < 1e-3
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("mode", "stepping", "lags"), [("sync", "lockstep", [0, 0, 0]), ("one_step_off", "free", [0, 1, 1])]
+)
+def test_each_batch_is_generated_by_one_version_with_the_staleness_of_the_mode(
+    job: Job, mode: str, stepping: str, lags: list[int]
+) -> None:
+    staleness = "rollout.max_staleness=2"  # the default, which the mode replaces
+    job.start(
+        f"rollout.mode={mode}", f"rollout.stepping={stepping}", staleness, "trainer.updates=3", "tracking.timeline=true"
+    )
+    assert job.wait(500) == 0, job.output()
+    updates, accounting = job.summary()["updates"], job.summary()["accounting"]
+    assert [update["staleness_max"] for update in updates] == lags
+    assert [update["staleness_mean"] for update in updates] == lags
+    for extra in (update["extra"] for update in updates):
+        assert extra["versions_per_step"] == 1.0
+        assert 0 < extra["engine/idle_fraction"] < 1
+        assert 0 < extra["engine/running_requests"] <= extra["engine/running_episodes"]
+    assert accounting["matches"], accounting
+    assert accounting["tokens"]["trained"] > 0
+    check_timeline(job.run_folder, {"trainer-0", "rollout-0"})
+    assert_nothing_left(job)
