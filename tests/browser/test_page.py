@@ -13,6 +13,7 @@ import pytest
 import pytest_asyncio
 from PIL import Image
 
+from megatron_webrl.browser import chromium
 from megatron_webrl.browser.browser_pool import BrowserPool
 from megatron_webrl.browser.page.observer import pixels_differ
 from megatron_webrl.browser.server.protocol import decode_observation, encode_observation
@@ -22,7 +23,7 @@ from tests.browser.conftest import ORIGIN, FolderSite, page_task, pool_on, servi
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-FRAME_ORIGIN = "http://frame.localhost"
+FRAME_ORIGIN = "http://frame.test"
 _BUTTON = """<title>{0}</title><body style="margin:0"><button style="margin:10px">{0}</button>
   <script>addEventListener("click", (e) => top.postMessage(e.target.textContent, "*"));</script>"""
 
@@ -39,7 +40,7 @@ PAGES = {
     "inside": f"""<title>Inside</title><style>body {{ margin: 0; }} iframe {{ position: absolute; border: 3px solid; }}
         div {{ position: absolute; }}</style>
       <iframe src=same.html style="left:10px;top:10px;width:150px;height:60px"></iframe>
-      <iframe src="{FRAME_ORIGIN}/cross.html" style="left:200px;top:10px;width:150px;height:60px;padding:5px"></iframe>
+      <iframe src="{FRAME_ORIGIN}/cross.html" style="left:200px;top:10px;width:150px;height:85px;padding:5px"></iframe>
       <div id=open style="left:10px;top:120px"></div><div id=closed style="left:200px;top:120px"></div>
       <script>
         window.heard = [];
@@ -51,7 +52,9 @@ PAGES = {
         }}
       </script>""",
     "same": _BUTTON.format("same origin"),
-    "cross": _BUTTON.format("other site"),
+    "cross": _BUTTON.format("other site")
+    + f'<iframe src="{ORIGIN}/nested.html" style="position:absolute;left:5px;top:40px;width:120px;height:40px">',
+    "nested": _BUTTON.format("nested"),
     "hidden": """<title>Hidden</title><style>button { position: absolute; width: 80px; height: 30px; }</style>
       <button style="left:10px;top:10px">seen</button>
       <button style="left:110px;top:10px">covered</button>
@@ -94,7 +97,7 @@ PAGES = {
 
 
 class FramedSite(FolderSite):
-    """Has a second origin, whose frames have a renderer of their own."""
+    """Has a second site, whose frames have a renderer of their own, as full Chromium's have."""
 
     @property
     def origins(self) -> frozenset[str]:
@@ -102,7 +105,7 @@ class FramedSite(FolderSite):
 
     @property
     def addresses(self) -> dict[str, str]:
-        return super().addresses | {"frame.localhost": self.server.address}
+        return super().addresses | {"frame.test": self.server.address}
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +118,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FramedSite]:
 async def pool(site: FramedSite) -> AsyncIterator[BrowserPool]:
     with (
         mock.patch("megatron_webrl.browser.page.observer.MAX_MARKS", 20),
+        mock.patch("megatron_webrl.browser.chromium._ARGUMENTS", (*chromium._ARGUMENTS, "--site-per-process")),
         mock.patch("megatron_webrl.browser.session.MAX_TABS", 3),
     ):
         async with pool_on(site, 2, marks=True, actions=list(OPTIONAL_ACTION_KINDS)) as pool:
@@ -177,13 +181,14 @@ async def test_halves_of_characters_in_texts_of_a_page_become_question_marks(ses
 
 async def test_frames_and_shadow_roots_are_seen_and_hit(session: Session) -> None:
     seen = await session.reset(page_task("inside"))
-    names = ["same origin", "other site", "open shadow", "closed shadow"]
+    names = ["same origin", "other site", "nested", "open shadow", "closed shadow"]
     assert set(named(seen)) == set(names)
     assert named(seen)["other site"].box[:2] == (200 + 3 + 5 + 10, 10 + 3 + 5 + 10)
+    assert named(seen)["nested"].box[:2] == (200 + 3 + 5 + 5 + 2 + 10, 10 + 3 + 5 + 40 + 2 + 10)
     for name in names:
         seen = await session.step(click(seen, name))
         assert seen.error is None
-    await session.page.wait_for_function("heard.length == 4", timeout=5000)
+    await session.page.wait_for_function("heard.length == 5", timeout=5000)
     assert await session.page.evaluate("heard.sort()") == sorted(names)
 
 
