@@ -64,7 +64,8 @@ def check_timeline(folder: Path, roles: set[str]) -> None:
             assert found.trainer[part] == pytest.approx(seconds[name], rel=TOLERANCE, abs=0.01), part
         assert sums(found) == pytest.approx((found.seconds, found.trainer[WAIT], found.trainer[TRAIN]), rel=0.01)
         assert min(*found.waiting.values(), *found.training.values()) > -0.01
-        assert 0 < found.engines["generate"] <= found.seconds
+        assert 0 <= found.engines["generate"] <= found.seconds + 0.01  # 0: its groups were there
+    assert any(found.engines["generate"] for found in bounds)
     for (_, found), (before, update) in zip(pairwise(bounds), pairwise(updates), strict=True):
         assert found.seconds == pytest.approx(update["finished_at"] - before["finished_at"], rel=TOLERANCE)
 
