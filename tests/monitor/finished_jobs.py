@@ -67,7 +67,8 @@ def check_timeline(folder: Path, roles: set[str]) -> None:
         assert 0 <= found.engines["generate"] <= found.seconds + 0.01  # 0: its groups were there
     assert any(found.engines["generate"] for found in bounds)
     for (_, found), (before, update) in zip(pairwise(bounds), pairwise(updates), strict=True):
-        assert found.seconds == pytest.approx(update["finished_at"] - before["finished_at"], rel=TOLERANCE)
+        seconds = update["finished_at"] - before["finished_at"]  # an update may take less than half a second
+        assert found.seconds == pytest.approx(seconds, rel=TOLERANCE, abs=0.25)
 
     steps = [step for line in episodes.read_lines(folder) for step in line["steps"]]
     generated = sum(s.seconds for p in processes for s in p.named("generate") if s.track.startswith("episode "))
