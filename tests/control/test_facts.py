@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,17 +63,21 @@ async def test_the_end_of_a_server_keeps_no_request_waiting() -> None:
     await asyncio.wait_for(feed.wait(body), 1.0)
 
 
+async def post(service: ControlService, stream: str, number: int, *command: object, ended: bool = False) -> Any:
+    """The reply to a command that may wait; `ended`: the process that sent it has ended meanwhile."""
+
+    async def receive() -> dict[str, str]:
+        if not ended:
+            await asyncio.Event().wait()
+        return {"type": "http.disconnect"}
+
+    body = {"stream": stream, "number": number, "commands": [list(command)], "wait": 5.0}
+    request = Request({"type": "http", "method": "POST", "headers": []}, receive)
+    return json.loads(await service.handlers["POST /sync"](body, request))["replies"][0]
+
+
 async def test_claims_that_wait_get_each_new_item_once(tmp_path: Path) -> None:
-    service = ControlService(JobState(), Journal(tmp_path / "journal"), "job", 60.0)
-
-    async def connected() -> Any:
-        await asyncio.Event().wait()
-
-    async def run(stream: str, number: int, *command: object) -> Any:
-        body = {"stream": stream, "number": number, "commands": [list(command)], "wait": 5.0}
-        request = Request({"type": "http", "method": "POST", "headers": []}, connected)
-        return json.loads(await service.handlers["POST /sync"](body, request))["replies"][0]
-
+    run = partial(post, ControlService(JobState(), Journal(tmp_path / "journal"), "job", 60.0))
     await run("trainer", 1, "append", "queue", [])
     claims = [asyncio.create_task(run(str(number), 1, "claim", "queue", str(number), 1)) for number in range(100)]
     again = asyncio.create_task(run("0", 1, "claim", "queue", "0", 1))  # the same request, sent again
@@ -129,23 +134,12 @@ def test_older_news_change_nothing_whichever_server_they_come_from(tmp_path: Pat
 
 
 async def test_an_item_that_comes_goes_to_no_process_that_has_ended_while_it_waited(tmp_path: Path) -> None:
-    service = ControlService(JobState(), Journal(tmp_path / "journal"), "job", 60.0)
-
-    async def run(stream: str, *command: object, ended: bool = False) -> Any:
-        async def receive() -> dict[str, str]:
-            if not ended:
-                await asyncio.Event().wait()
-            return {"type": "http.disconnect"}
-
-        body = {"stream": stream, "number": 1, "commands": [list(command)], "wait": 5.0}
-        request = Request({"type": "http", "method": "POST", "headers": []}, receive)
-        return json.loads(await service.handlers["POST /sync"](body, request))["replies"][0]
-
-    ended = asyncio.create_task(run("ended", "claim", "queue", "rollout-0", 1, ended=True))
-    waiting = [asyncio.create_task(run(stream, "claim", "queue", stream, 1)) for stream in ("a", "b")]
-    again = asyncio.create_task(run("a", "claim", "queue", "a", 1))  # the same request, sent again
+    run = partial(post, ControlService(JobState(), Journal(tmp_path / "journal"), "job", 60.0))
+    ended = asyncio.create_task(run("ended", 1, "claim", "queue", "rollout-0", 1, ended=True))
+    waiting = [asyncio.create_task(run(stream, 1, "claim", "queue", stream, 1)) for stream in ("a", "b")]
+    again = asyncio.create_task(run("a", 1, "claim", "queue", "a", 1))  # the same request, sent again
     await asyncio.sleep(0)
-    await run("trainer", "append", "queue", [[item, None] for item in range(2)])
+    await run("trainer", 1, "append", "queue", [[item, None] for item in range(2)])
     claimed = await asyncio.gather(ended, *waiting, again)
     assert claimed == [[], [[0, None, 0]], [[1, None, 0]], [[0, None, 0]]]
 
