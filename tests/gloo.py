@@ -1,9 +1,9 @@
-"""Gloo processes for the tests, with Megatron's process groups."""
+"""Gloo processes for the tests."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -40,16 +40,3 @@ def join(rank: int, ranks: int, folder: str) -> platforms.Platform:
         timeout=timedelta(seconds=120),
     )
     return platform
-
-
-def layouts(rank: int, folder: str) -> Iterator[tuple[int, platforms.Platform]]:
-    """In each of two processes: yield tensor-parallel sizes 2 and 1 with Megatron's process groups."""
-    platform = join(rank, 2, folder)
-    from megatron_webrl.model import process_groups
-    from megatron_webrl.model.layout import ParallelSizes
-
-    for size in (2, 1):
-        process_groups.init_process_groups(ParallelSizes(tensor=size), seed=1)
-        yield size, platform
-        process_groups.destroy_process_groups()
-    torch.distributed.destroy_process_group()

@@ -30,6 +30,7 @@ from megatron_webrl.trainer.data.prefix_merging import MergedSequence, merge_pre
 from megatron_webrl.types import Action, Observation
 from tests.rollout.conversations import HOSTILE, expanded, numbered, observation_of, response_of, texts
 from tests.trainer.growing_prompts import step
+from tools.tiny_tokenizer import CHAT_TEMPLATE
 
 CLICK = Action("left_click", coordinate=(500, 320))
 THINKING = f"<think>a secret thought</think>\nAction: click\n{format_tool_call(CLICK)}"
@@ -324,19 +325,9 @@ def test_the_summary_quotes_the_action_field_or_describes_the_action(processor: 
     assert len(lines[4]) < MAX_ACTION_SENTENCE_CHARS + 60
 
 
-THINKING_TEMPLATE = """\
-{%- macro show(content) -%}
-{%- if content is string -%}{{ content.split('</think>')[-1].lstrip('\\n') }}{%- else -%}
-{%- for item in content -%}
-{%- if item.type == 'image' -%}<|vision_start|><|image_pad|><|vision_end|>{%- else -%}{{ item.text }}{%- endif -%}
-{%- endfor -%}
-{%- endif -%}
-{%- endmacro -%}
-{%- for message in messages -%}
-{{- '<|im_start|>' + message.role + '\\n' + show(message.content) + '<|im_end|>\\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n<think>\\n' -}}{%- endif -%}
-"""
+THINKING_TEMPLATE = CHAT_TEMPLATE.replace("{{ content }}", "{{ content.split('</think>')[-1].lstrip('\\n') }}").replace(
+    "assistant\\n' -}}", "assistant\\n<think>\\n' -}}"
+)
 
 
 @pytest.fixture(scope="module")
