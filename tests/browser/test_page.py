@@ -97,7 +97,7 @@ PAGES = {
 
 
 class FramedSite(FolderSite):
-    """Has a second site, whose frames have a renderer of their own, as full Chromium's have."""
+    """Has a second site, whose frames have a renderer of their own: the browser isolates sites."""
 
     @property
     def origins(self) -> frozenset[str]:
