@@ -22,9 +22,9 @@ class OptimizerConfig:
     weight_decay: float = setting(0.01, "Decoupled weight decay.", low=0)
     clip_norm: float = setting(1.0, "Gradients are scaled down to this global norm.", above=0)
     implementation: str = setting(
-        "auto",
-        "Adam implementation; auto: Transformer Engine's, else apex's, else torch's, whichever is installed.",
-        choices=("auto", "torch"),
+        "torch",
+        "Adam implementation: torch's, or a fused one, Transformer Engine's, else apex's.",
+        choices=("torch", "fused"),
     )
 
 
@@ -85,9 +85,8 @@ class TrainerConfig:
     )
     layers: str = setting(
         "local",
-        "Linear layers and norms: megatron-core's (local) or Transformer Engine's; auto: Transformer Engine's if every "
-        "rank is on CUDA and can import it, else local, for which memory is estimated.",
-        choices=("auto", "local", "transformer_engine"),
+        "Linear layers and norms: megatron-core's (local) or Transformer Engine's.",
+        choices=("local", "transformer_engine"),
     )
     attention: str = setting(
         "auto",

@@ -112,13 +112,14 @@ def _check_resume(config: Config) -> None:
 def missing_packages(trainer: TrainerConfig) -> dict[str, str]:
     """Packages that settings of the trainer name and that are not installed here: setting by package."""
     named = (
-        ("layers", trainer.layers, "transformer_engine", "transformer_engine"),
-        ("attention", trainer.attention, "flash", "flash_attn"),
+        ("layers", trainer.layers, "transformer_engine", ("transformer_engine",)),
+        ("attention", trainer.attention, "flash", ("flash_attn",)),
+        ("optimizer.implementation", trainer.optimizer.implementation, "fused", ("transformer_engine", "apex")),
     )
     return {
-        package: f"trainer.{name}={value}"
-        for name, value, wanted, package in named
-        if value == wanted and importlib.util.find_spec(package) is None
+        " or ".join(packages): f"trainer.{name}={value}"
+        for name, value, wanted, packages in named
+        if value == wanted and not any(map(importlib.util.find_spec, packages))
     }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import logging
 import os
 import time
@@ -63,7 +62,6 @@ from megatron_webrl.trainer.reference import make_reference
 from megatron_webrl.trainer.warm_start import warm_start
 from megatron_webrl.trainer.weight_sync import WeightSyncer
 from megatron_webrl.util import torchvision_shim
-from megatron_webrl.util.text import first_line
 
 log = logging.getLogger(__name__)
 
@@ -202,7 +200,7 @@ def compute_options(config: Config, platform: Platform) -> ComputeOptions:
         log.info("trainer.recompute=auto recomputes %s by the memory estimate", recompute)
     return ComputeOptions(
         recompute=recompute,
-        layers=choose_layers(platform) if trainer.layers == "auto" else cast(LayerImplementation, trainer.layers),
+        layers=cast(LayerImplementation, trainer.layers),
         attention=cast(AttentionKernel, trainer.attention),
         compile_pointwise=choose_compilation(platform, getattr(torch, config.model.dtype)),
         train_vision=trainer.train_vision,
@@ -216,15 +214,6 @@ def _value_head(critic: CriticConfig | None) -> ValueHeadKind:
     return "shared" if critic.train_trunk else "detached"
 
 
-def choose_layers(platform: Platform) -> LayerImplementation:
-    """The layers of trainer.layers=auto, equal on all ranks. Collective."""
-    problem = _first_problem(_transformer_engine_problem(platform))
-    layers: LayerImplementation = "local" if problem else "transformer_engine"
-    if torch.distributed.get_rank() == 0:
-        log.info("trainer.layers=auto takes %s layers%s", layers, problem and f"; {problem}")
-    return layers
-
-
 def choose_compilation(platform: Platform, dtype: torch.dtype) -> bool:
     """Whether SwiGLU and the vision tower's rotary embedding are compiled, equal on all ranks: on CUDA, if that works.
 
@@ -232,29 +221,11 @@ def choose_compilation(platform: Platform, dtype: torch.dtype) -> bool:
     """
     if platform.name != "cuda":
         return False
-    problem = _first_problem(compilation_problem((swiglu.example, vision.example), platform.device, dtype))
+    problems = all_gather_object(compilation_problem((swiglu.example, vision.example), platform.device, dtype))
+    problem = next((f"rank {rank}: {found}" for rank, found in enumerate(problems) if found), "")
     if problem and torch.distributed.get_rank() == 0:
         log.warning("SwiGLU and the vision tower's rotary embedding are not compiled: %s", problem)
     return not problem
-
-
-def _first_problem(problem: str) -> str:
-    """First problem over all ranks, with its rank; empty without one. Collective."""
-    problems = enumerate(all_gather_object(problem))
-    return next((f"rank {rank}: {found}" for rank, found in problems if found), "")
-
-
-def _transformer_engine_problem(platform: Platform) -> str:
-    """Why this rank cannot compute with Transformer Engine; empty if it can."""
-    if platform.name != "cuda":
-        return f"the platform is {platform.name}"
-    if platform.transformer_engine_problem:
-        return platform.transformer_engine_problem
-    try:
-        importlib.import_module("transformer_engine.pytorch")
-    except ImportError as error:
-        return f"{type(error).__name__}: {first_line(error)[:200]}"
-    return ""
 
 
 def make_sequence_packer(

@@ -188,8 +188,12 @@ def _restore_with_step(part: Any, model_parameter: torch.nn.Parameter, tensors: 
 
 @contextlib.contextmanager
 def _adam(implementation: str) -> Iterator[None]:
-    """Make Megatron build torch's Adam; with "auto" it takes the one that it chose when it was imported."""
-    if implementation == "auto":
+    """Make Megatron build torch's Adam, or the fused one that it found when it was imported. Raises RuntimeError."""
+    if implementation == "fused":
+        if megatron_optimizer.USING_PYTORCH_OPTIMIZER:
+            raise RuntimeError(
+                "trainer.optimizer.implementation=fused: neither Transformer Engine's Adam nor apex's imports here"
+            )
         yield
         return
     before = (megatron_optimizer.Adam, megatron_optimizer.USING_PYTORCH_OPTIMIZER, distrib_optimizer.Adam)

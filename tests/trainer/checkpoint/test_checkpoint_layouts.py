@@ -147,12 +147,12 @@ class FusedAdam(torch.optim.Optimizer):
 def first_step(_: Any, folder: Path) -> dict[str, Any]:
     """With each Adam: save before the first step, load into another learner, and take two steps with both."""
     found: dict[str, Any] = {}
-    # As if Transformer Engine were installed, whose Adam `auto` takes.
+    # As if Transformer Engine were installed, whose Adam `fused` takes.
     mock.patch.multiple(megatron_optimizer, Adam=FusedAdam, USING_PYTORCH_OPTIMIZER=False).start()
     te = {"Adam": FusedAdam, "HAVE_APEX_OR_TE": True, "USING_TE_OPTIMIZER": True}
     mock.patch.multiple(distrib_optimizer, **te).start()
     with process_groups(LAYOUTS["replicas"]):
-        for implementation in ("torch", "auto"):
+        for implementation in ("torch", "fused"):
             settings = OptimizerConfig(learning_rate=1e-2, clip_norm=1e9, implementation=implementation)
             learner, other = (make_learner(LAYOUTS["replicas"], torch.bfloat16, settings) for _ in range(2))
             scramble(learner)
@@ -182,7 +182,7 @@ def _moments(learner: Any) -> list[torch.Tensor]:
 
 
 def test_a_checkpoint_before_the_first_step_loads_and_training_continues_alike(tmp_path: Path) -> None:
-    kinds = {"torch": {"AdamW"}, "auto": {"FusedAdam"}}
+    kinds = {"torch": {"AdamW"}, "fused": {"FusedAdam"}}
     for rank in results(first_step, tmp_path):
         for implementation, found in rank.items():
             assert found["kinds"] == kinds[implementation]
