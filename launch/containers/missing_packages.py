@@ -1,55 +1,44 @@
-"""Print the pins of a lock file that this Python lacks, for `pip install --no-deps`.
+"""Print the pins of a lock file that this Python does not have, to install them with `pip install --no-deps`.
 
-    python3 missing_packages.py LOCK --extras EXTRA...
+    python3 missing_packages.py LOCK
 
-An image's own packages stay as they are, unless megatron_webrl itself, which must be installed, refuses their version.
-CUDA's libraries are never printed: the image has those of its torch. Exits with 1 if torch or vLLM has another version
-than megatron_webrl needs: then the image is the wrong one.
+An image's own version of a package gives way, with a line on standard error: uninstall what is printed first, as some
+packages share files. NVIDIA's libraries stay as they are, with a line where they differ, since torch in the image was
+built with them. Exits with 1 if torch or vLLM has another version than the lock: then the image is the wrong one.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import re
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
-from packaging.requirements import Requirement
-
 FROM_THE_IMAGE = ("torch", "vllm")
-CUDA_LIBRARIES = ("nvidia-", "cuda-")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Print the pins of a lock file that this Python lacks.")
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Print the pins of a lock file that this Python does not have.")
     parser.add_argument("lock", type=Path)
-    parser.add_argument("--extras", nargs="+", required=True, help="extras of megatron_webrl that the image is for")
-    parsed = parser.parse_args(arguments)
-    pins = dict(line.split("==") for line in parsed.lock.read_text().split())
-    refused = refused_packages(importlib.metadata.requires("megatron_webrl") or [], parsed.extras)
-    wrong = [f"{name}: {reason}" for name, reason in refused.items() if name in FROM_THE_IMAGE]
-    for line in wrong:
-        sys.stderr.write(f"missing_packages: {line}; build on an image that has it\n")
-    names = [name for name in pins if name in refused or installed_version(name) is None]
-    lines = [f"{name}=={pins[name]}\n" for name in names if not name.startswith(CUDA_LIBRARIES)]
-    sys.stdout.write("".join(lines))
-    return int(bool(wrong))
-
-
-def refused_packages(requirements: Iterable[str], extras: Iterable[str]) -> dict[str, str]:
-    """Packages that are missing or of a refused version, with the reason, by normalised name."""
-    refused = {}
-    for requirement in map(Requirement, requirements):
-        marker = requirement.marker
-        if marker is not None and not any(marker.evaluate({"extra": extra}) for extra in extras):
+    wrong = False
+    for name, version in (line.split("==") for line in parser.parse_args().lock.read_text().split()):
+        found = installed_version(name)
+        if found is not None and found.partition("+")[0] == version:
             continue
-        found = installed_version(requirement.name)
-        if found is None or not requirement.specifier.contains(found, prereleases=True):
-            name = re.sub(r"[-_.]+", "-", requirement.name).lower()
-            refused[name] = f"megatron_webrl needs {requirement.name}{requirement.specifier}, found {found or 'none'}"
-    return refused
+        if name in FROM_THE_IMAGE:
+            wrong = True
+            say(f"{name} is {found or 'missing'}, the lock has {version}; build on an image that has it")
+        elif name.startswith("nvidia-"):
+            say(f"{name} stays {found or 'away'}, the lock has {version}")
+        else:
+            sys.stdout.write(f"{name}=={version}\n")
+            if found is not None:
+                say(f"{name} {found} becomes {version}")
+    return int(wrong)
+
+
+def say(line: str) -> None:
+    sys.stderr.write(f"missing_packages: {line}\n")
 
 
 def installed_version(name: str) -> str | None:

@@ -16,6 +16,17 @@ case $action in
             echo "transformer_engine.sh: the torch of $python is built for CPUs; install the GPU packages first" >&2
             exit 1
         fi
+        before=$(mktemp) after=$(mktemp)
+        list() { "$python" -m pip list --format=freeze --exclude-editable | sort; }
+        put_back() { # what the build adds and replaces: torch and vLLM were installed with other versions
+            list >"$after"
+            comm -13 <(cut -d= -f1 "$before" | sort) <(cut -d= -f1 "$after" | sort) |
+                xargs -r "$python" -m pip uninstall --yes
+            comm -23 "$before" "$after" | xargs -r "$python" -m pip install --no-deps
+            rm -f "$before" "$after"
+        }
+        list >"$before"
+        trap put_back EXIT
         "$python" -m pip install --no-deps \
             "nvidia-cuda-runtime==$cuda.*" "nvidia-cuda-crt==$cuda.*" "nvidia-cuda-cccl==$cuda.*" ninja pybind11 wheel
         NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_PYTORCH_FORCE_BUILD=TRUE \

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -125,7 +127,11 @@ def test_an_enroot_image_appears_only_when_it_is_complete(tmp_path: Path) -> Non
 ENGINE_VERSION = transformer_engine_version()
 PYTHON_WITH_A_PIP_OF_ITS_OWN = """[ "$1" = -m ] || exec {python} "$@"
 echo "$@" >>{calls}
-[ "$3" != list ] || echo torch==2.13.0"""
+[ "$3" = list ] || exit 0
+crt=13.5.37
+! grep -q wheel-dir {calls} || {{ crt=13.0.1 && echo nvidia-cuda-crt-extra==1; }}
+echo torch==2.13.0
+echo nvidia-cuda-crt==$crt"""
 
 
 def transformer_engine(folder: Path, action: str) -> tuple[subprocess.CompletedProcess[str], str]:
@@ -143,13 +149,17 @@ def test_transformer_engine_is_built_for_the_cuda_of_torch(tmp_path: Path) -> No
     (tmp_path / "torch.py").write_text("class version: cuda = '13.0'")
     done, calls = transformer_engine(tmp_path, "build")
     assert done.returncode == 0, done.stderr
-    headers, wheel = calls.splitlines()
+    _, headers, wheel, _, added, replaced = calls.splitlines()
     assert "nvidia-cuda-runtime==13.0.* nvidia-cuda-crt==13.0.*" in headers
     assert wheel.endswith(f"--wheel-dir {tmp_path}/wheels transformer-engine-torch=={ENGINE_VERSION}")
+    # What the build adds and replaces is put back.
+    assert (added, replaced) == (
+        "-m pip uninstall --yes nvidia-cuda-crt-extra", "-m pip install --no-deps nvidia-cuda-crt==13.5.37"
+    )  # fmt: skip
 
 
 def install_a_distribution(folder: Path, name: str, version: str, library: bool) -> None:
-    metadata = folder / f"{name}-{version}.dist-info"
+    metadata = folder / f"{name.replace('-', '_')}-{version}.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     (metadata / "RECORD").write_text(f"lib/{name}.so,,\n")
@@ -173,17 +183,59 @@ def test_transformer_engine_without_its_libraries_fails_the_image(tmp_path: Path
         assert calls.endswith(f"transformer-engine[core-cu13,pytorch]=={ENGINE_VERSION}\n")
 
 
-def test_an_image_without_vllm_is_refused_and_no_cuda_library_is_added(tmp_path: Path) -> None:
+def missing_packages(lock: Path, image: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """A run of the script with the packages of a folder, or, without one, of this environment."""
+    alone = () if image is None else ("-S",)
+    return subprocess.run(
+        [sys.executable, *alone, CONTAINERS / "missing_packages.py", lock],
+        env={**os.environ, "PYTHONPATH": str(image or "")}, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
+def test_an_image_without_vllm_is_refused_and_no_library_of_nvidia_is_added(tmp_path: Path) -> None:
     """The tests' environment has vLLM's CPU build and all else, so it is an image without vLLM."""
     lock = tmp_path / "lock.txt"
     lock.write_text("nvidia-nothing==1.0\nnumpy==0.1\nnot-installed-here==1.2\nvllm==0.32.0\n")
-    done = subprocess.run(
-        [sys.executable, CONTAINERS / "missing_packages.py", lock, "--extras", "trainer", "rollout", "gpu"],
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+    done = missing_packages(lock)
     assert done.returncode == 1
-    assert "vllm: megatron_webrl needs vllm==0.32.0, found none; build on an image that has it" in done.stderr
-    assert done.stdout == "not-installed-here==1.2\nvllm==0.32.0\n"
+    assert "vllm is missing, the lock has 0.32.0; build on an image that has it" in done.stderr
+    assert f"numpy {importlib.metadata.version('numpy')} becomes 0.1" in done.stderr
+    assert "nvidia-nothing stays away, the lock has 1.0" in done.stderr
+    assert done.stdout == "numpy==0.1\nnot-installed-here==1.2\n"
+
+
+def resolve(folder: Path, requirements: Iterable[str]) -> dict[str, str]:
+    """The pins that satisfy requirements on a GPU node, from the index. Raises CalledProcessError: there are none."""
+    (folder / "requirements.in").write_text("\n".join(requirements))
+    command = [Path(sys.executable).with_name("uv"), "pip", "compile", "--quiet", "--no-header", "--no-annotate"]
+    command += ["--python-version=3.12", "--python-platform=x86_64-manylinux_2_31", "requirements.in"]
+    variables = {name: value for name, value in os.environ.items() if name != "UV_FIND_LINKS"}
+    found = subprocess.run(command, cwd=folder, env=variables, check=True, capture_output=True, text=True, timeout=300)
+    return dict(line.split("==") for line in found.stdout.split() if "==" in line)
+
+
+@pytest.mark.slow
+def test_the_image_gets_the_versions_of_the_lock_and_all_of_it_fits_together(tmp_path: Path) -> None:
+    """On an image with what vLLM alone brings from the index."""
+    lock, image = ROOT / "requirements" / "gpu-py312.txt", tmp_path / "image"
+    image.mkdir()
+    pins = dict(line.split("==") for line in lock.read_text().split())
+    found = resolve(tmp_path, [f"vllm=={setup_pin('vllm')}"])
+    for name, version in found.items():
+        install_a_distribution(image, name, version, library=False)
+    done = missing_packages(lock, image)
+    assert done.returncode == 0, done.stderr
+    missing = dict(line.split("==") for line in done.stdout.split())
+    together = found | missing
+    for name, version in pins.items():
+        if together.get(name) != version:
+            assert name.startswith("nvidia-")
+            assert f"{name} stays {found.get(name, 'away')}, the lock has {version}" in done.stderr
+        elif name in found.keys() & missing.keys():
+            assert f"{name} {found[name]} becomes {version}" in done.stderr
+    fixed = [f"{name}=={version}" for name, version in together.items()]
+    engine = f"transformer-engine[core-cu13,pytorch]=={ENGINE_VERSION}"
+    assert resolve(tmp_path, [engine, *fixed]).items() > together.items()
 
 
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason="shellcheck is not installed")
