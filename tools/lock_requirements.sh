@@ -14,7 +14,7 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
 resolve() { # PLATFORM PYTHON OUTPUT [OPTION...]: torch's CUDA build and all that it needs
-    "$uv" pip compile -q --python-version "$2" --python-platform x86_64-manylinux_2_28 \
+    "$uv" pip compile -q --python-version "$2" --python-platform x86_64-manylinux_2_31 \
         --no-header --no-annotate --no-emit-index-url --no-emit-find-links "${@:4}" \
         setup.py --extra trainer --extra rollout --extra monitor --extra datasets --extra "$1" -o "$3" >/dev/null
 }

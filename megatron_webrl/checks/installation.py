@@ -38,6 +38,7 @@ MODULES = {
 }
 """What is imported of a package, as a wrong build installs without an error."""
 OPTIONAL = {
+    "fla-core": ("fla.ops.gated_delta_rule", "linear attention of Qwen3.5 on GPUs"),
     "transformer-engine": ("transformer_engine", "faster layers and fused Adam on GPUs"),
     # Another project on PyPI has the same name; only NVIDIA's has apex.optimizers.
     "NVIDIA apex": ("apex.optimizers", "fused Adam without Transformer Engine"),

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULT = Path(__file__).with_name("result.json")
 TRANSFORMER_ENGINE_SCRIPT = ROOT / "launch" / "containers" / "transformer_engine.sh"
 KERNELS = ("vllm/third_party/", "vllm/vllm_flash_attn/")  # in the GPU wheel only
-PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_24_x86_64", "manylinux2014_x86_64")
+PLATFORMS = ("manylinux_2_31_x86_64", "manylinux_2_28_x86_64", "manylinux_2_24_x86_64", "manylinux2014_x86_64")
 
 
 def pins() -> dict[str, list[str]]:

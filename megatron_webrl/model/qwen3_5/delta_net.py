@@ -24,9 +24,10 @@ all samples advance together: first over the first chunk of each, then over the 
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -48,6 +49,8 @@ from torch.utils.checkpoint import checkpoint
 from megatron_webrl.model.host_copy import copy_to_device
 from megatron_webrl.model.vision_language.text_config import MultimodalPackedSeqParams, TextConfig
 
+log = logging.getLogger(__name__)
+
 CHUNK = 64  # tokens
 
 DeltaRule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Sequence[int]], Tensor]
@@ -57,7 +60,15 @@ DeltaRule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Sequence[int]], Te
 def choose_rule(value: Tensor, fused: bool) -> DeltaRule:
     """With `fused` the kernels of flash-linear-attention where it is installed: in half precision on CUDA."""
     half = value.is_cuda and value.dtype in (torch.bfloat16, torch.float16)
-    return fused_gated_delta_rule if fused and half and importlib.util.find_spec("fla") else gated_delta_rule
+    return fused_gated_delta_rule if fused and half and _has_kernels() else gated_delta_rule
+
+
+@cache
+def _has_kernels() -> bool:
+    found = importlib.util.find_spec("fla") is not None
+    if not found:
+        log.warning("linear attention is computed by PyTorch in float32, many times slower: install fla-core")
+    return found
 
 
 def fused_gated_delta_rule(

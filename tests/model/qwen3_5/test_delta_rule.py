@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from itertools import pairwise
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -98,6 +99,14 @@ def test_the_fused_rule_hands_its_kernel_packed_samples(monkeypatch: pytest.Monk
     expected = gated_delta_rule(*inputs, boundaries)
     torch.testing.assert_close(fused_gated_delta_rule(*inputs, boundaries), expected, atol=1e-5, rtol=0)
     assert choose_rule(inputs[2].bfloat16(), fused=True) is gated_delta_rule  # on the CPU
+
+
+def test_a_gpu_without_the_kernels_of_linear_attention_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    on_gpu = cast(Any, SimpleNamespace(is_cuda=True, dtype=torch.bfloat16))
+    assert choose_rule(on_gpu, fused=False) is gated_delta_rule
+    assert not caplog.messages
+    assert choose_rule(on_gpu, fused=True) is gated_delta_rule  # this environment has no fla-core
+    assert "fla-core" in caplog.text
 
 
 def test_fast_decay_gives_finite_outputs_and_gradients() -> None:
