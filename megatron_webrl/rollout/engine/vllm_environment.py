@@ -97,7 +97,14 @@ def engine_arguments(config: Config, worker: int, number: int = 1, span: NodeSpa
     vision: Any = "data" if rollout.tensor_parallel > 1 else "weights"  # of one rank both are the whole tower
     extra: dict[str, Any] = {"kv_cache_memory_bytes": cache * 2**20} if cache else {}
     if cuda:
-        extra["gpu_memory_utilization"] = rollout.gpu_memory_utilization
+        extra |= {
+            "gpu_memory_utilization": rollout.gpu_memory_utilization,
+            # Computes with the loading form of experts, so that updates write in place. vLLM takes it on Hopper by
+            # itself; of its choice on Blackwell every update reloads all experts.
+            "moe_backend": options.pop("moe_backend", "triton"),
+            # vLLM's choice is FlashInfer's, which a compiler of CUDA builds at its first use.
+            "gdn_prefill_backend": options.pop("gdn_prefill_backend", "triton"),
+        }
     if span is not None:
         extra |= {name: getattr(span, name) for name in ("nnodes", "node_rank", "master_addr", "master_port")}
     return AsyncEngineArgs(
