@@ -71,7 +71,7 @@ def config_sections(name: str) -> dict[str, Any]:
     }
     sparse = "num_experts" in text
     if sparse:
-        text |= {"num_experts_per_tok": 8, "decoder_sparse_step": 1, "mlp_only_layers": []}
+        text |= {"num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
     vision = {**(SMALL_VISION if tied else VISION), "out_hidden_size": text["hidden_size"]}
     return {
         "model_type": "qwen3_vl_moe" if sparse else "qwen3_vl",
