@@ -25,7 +25,7 @@ ifdef PIP_FIND_LINKS
 export UV_FIND_LINKS := $(PIP_FIND_LINKS)
 endif
 
-.PHONY: help install install-gpu system slurm quickstart warm-start test first-tier test-all test-times soak lint format docs docs-site docs-serve locks check clean
+.PHONY: help install install-gpu system slurm quickstart warm-start test first-tier test-all test-versions gpu-proof test-times soak lint format docs docs-site docs-serve locks check clean
 
 help: ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -82,6 +82,15 @@ first-tier:
 
 test-all: install slurm ## the other tests: layout matrix, every failure of a job; what fails runs once more and is listed
 	$(TESTS) -m "slow and not soak" --junitxml=build/tests/second.xml --reruns 1 $(ARGS)
+
+# Python 3.12 has its megatron-core, and the CUDA build of torch, which computes on the CPU, too.
+VERSIONS := build/python3.12
+test-versions: slurm ## the first tier of model, trainer and weights on the versions of GPU nodes
+	@$(MAKE) --no-print-directory install VENV=$(VERSIONS) PYTHON="$$(tools/find_python.sh 3.12)"
+	@$(MAKE) --no-print-directory first-tier VENV=$(VERSIONS) ARGS="tests/model tests/trainer tests/weights --junitxml=build/tests/versions.xml $(ARGS)"
+
+gpu-proof: install ## what can be proven of the GPU path without a GPU; installs the packages of GPU nodes (17 GB)
+	$(BIN)/python -m tools.gpu_proof $(ARGS)
 
 test-times: ## the slowest tests and files of the last runs of tests, and what they waited for
 	@$(BIN)/python -m tools.test_times
