@@ -113,8 +113,9 @@ class NcclChannel:
 
     poll_seconds = 0.0005  # between polls
 
-    def __init__(self, group: Any) -> None:
-        self._group = group
+    def __init__(self, group: Any, stream: int) -> None:
+        """`stream`: of the group, from `reserve_stream`."""
+        self._group, self._stream = group, stream
         self._works: deque[tuple[Any, torch.Tensor]] = deque()
         self._complete = 0
 
@@ -144,6 +145,7 @@ class NcclChannel:
     def close(self) -> None:
         try:
             self._group.abort()
+            release_stream(self._stream)
         except RuntimeError as error:  # the communicator is lost anyway; the rank and its other links live on
             log.warning("a link's NCCL communicator could not be aborted: %s", error_summary(error))
         self._works.clear()
@@ -174,12 +176,38 @@ CONSTRUCTOR_VARIABLES = {
 }
 
 
+_streams_in_use: set[int] = set()  # by links of this process
+
+
+def reserve_stream(device: torch.device) -> int:
+    """Choose the CUDA stream that the next communicator gets: one that no link of this process has; returns its handle.
+
+    torch gives out a pool of 32 streams in turn, so a link that is made late could get that of another. On one stream a
+    stopped engine would block both links, and ranks that interleave their messages differently would wait for each
+    other for ever. Raises RuntimeError if links have all streams.
+    """
+    pool: list[int] = []
+    while (stream := torch.cuda.Stream(device).cuda_stream) not in pool:
+        pool.append(stream)
+    for stream in (*pool[1:], pool[0]):  # the first was given out twice
+        if stream not in _streams_in_use:
+            _streams_in_use.add(stream)
+            return stream
+        torch.cuda.Stream(device)  # pass it over
+    raise RuntimeError(f"this rank has {len(pool)} links, and torch has no more CUDA streams")
+
+
+def release_stream(stream: int) -> None:
+    """Let another link have the stream of a closed one."""
+    _streams_in_use.discard(stream)
+
+
 def make_nccl_group(
     store: dist.Store, rank: int, size: int, senders: int, timeout_seconds: float, device: torch.device
-) -> Any:
-    """Form the group and its communicator; returns once each sender is connected to each receiver. Raises RuntimeError.
+) -> tuple[Any, int]:
+    """Form the group and its communicator, and connect each sender to each receiver.
 
-    The first `senders` ranks send, the others receive.
+    Returns the group and its stream; raises RuntimeError. The first `senders` ranks send, the others receive.
     Waits at most `timeout_seconds` if TORCH_NCCL_NONBLOCKING_TIMEOUT does not exceed them: torch reads that variable
     once in a process, before the first collective, so that the launcher and the engine set it.
     """
@@ -189,6 +217,7 @@ def make_nccl_group(
     set_link_options(options, timeout_seconds)
     with environment_variables(CONSTRUCTOR_VARIABLES):
         group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
+    stream = reserve_stream(device)
     try:
         # One communicator for the whole link: pairs would create theirs later, and a dead peer would block all links.
         group.eager_connect_single_device(device)
@@ -203,8 +232,9 @@ def make_nccl_group(
             work.wait()  # raises the error of a failed operation
     except BaseException:
         group.abort()
+        release_stream(stream)
         raise
-    return group
+    return group, stream
 
 
 def connect_pairs(group: Any, wrapper: Any, senders: int, device: torch.device) -> Any:
@@ -336,7 +366,10 @@ class TransferLink:
         return TransferError(text)
 
     def close(self) -> None:
-        """Leave the link; operations in flight fail here and at the peers. Idempotent."""
+        """Leave the link; operations in flight end here, and at once at the peers with gloo. Idempotent.
+
+        NCCL's peers do not learn of it: they see `fail`, or reach their timeout.
+        """
         if self.process_group is not None:
             self.process_group = self.group_store = None
             self.channel.close()
@@ -357,8 +390,8 @@ def join_link(
 
     Blocks until all have joined. A restarted engine needs a new name.
 
-    `control`: of the job. Messages of gloo are in host memory, wherever this rank's parameters are; with NCCL
-    both are on the current GPU, and each sender is connected to each rank of the engine.
+    `control`: of the job. Messages of gloo are in host memory, wherever this rank's parameters are; those of NCCL are
+    on the GPU of the parameters, and each sender is connected to each rank of the engine.
 
     Raises TransferError naming ranks that did not join within `timeout_seconds`, at once if an engine rejects the link
     or another rank fails, and GRACE_SECONDS later if a rank stops after it has joined.
@@ -378,27 +411,28 @@ def join_link(
         raise TransferError(f"link {name}: rank 0 ({own_name}) cannot host a store: {error_summary(error)}") from error
     members = _await_members(scoped, name, rank, size, own_name, timeout_seconds)
     seconds = max(deadline - time.monotonic(), GRACE_SECONDS)
-    gpu = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
+    peers = [other for other in range(size) if other != rank]
 
-    def form() -> tuple[Any, Any]:
+    def form() -> tuple[Any, Any, GlooChannel | NcclChannel]:
         own = hosted or connect_group_store(json.loads(scoped.get(_STORE)), seconds)
-        if gpu is not None:
-            return own, make_nccl_group(own, rank, size, len(senders), seconds, gpu)
-        return own, dist.ProcessGroupGloo(own, rank, size, timedelta(seconds=seconds))
+        if backend == "nccl":
+            group, stream = make_nccl_group(own, rank, size, len(senders), seconds, parameter_device)
+            return own, group, NcclChannel(group, stream)
+        group = dist.ProcessGroupGloo(own, rank, size, timedelta(seconds=seconds))
+        return own, group, GlooChannel(group, peers)
 
     try:
-        group_store, group = _run_limited(form, seconds, lambda: scoped.check([_FAILED]))
+        group_store, group, channel = _run_limited(form, seconds, lambda: scoped.check([_FAILED]))
     except RuntimeError as error:
         reason = f"rank {rank} ({own_name}) could not connect to {', '.join(members)}: {error_summary(error)}"
         first = scoped.set_first(_FAILED, reason)
         text = f"link {name}: {reason}"
         raise TransferError(text if first == reason else f"{text}; first to fail was {first}") from error
-    peers = [other for other in range(size) if other != rank]
-    channel = GlooChannel(group, peers) if gpu is None else NcclChannel(group)
-    devices = (CPU, parameter_device) if gpu is None else (gpu, gpu)
+    message_device = parameter_device if backend == "nccl" else CPU
     return TransferLink(
-        name, rank, size, timeout_seconds, *devices, scoped, group_store, group, channel, members, senders
-    )
+        name, rank, size, timeout_seconds, message_device, parameter_device, scoped, group_store, group, channel,
+        members, senders,
+    )  # fmt: skip
 
 
 def reject_link(control: Connection, name: str, reason: str) -> None:

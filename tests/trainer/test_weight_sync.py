@@ -25,7 +25,7 @@ from megatron_webrl.weights.plan import EngineTopology, TrainerTopology, Transfe
 from tests.job_control import connect, control_service
 from tests.model import tiny
 from tests.waiting import until
-from tests.weights import layouts
+from tests.weights import layouts, nccl_order
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -76,7 +76,8 @@ class Engine(dict[str, torch.Tensor]):
         """Take the weights of a version that is offered, or report that the engine cannot."""
         name, facts = f"rollout-{self.number}", Connection(self.control.address_file, f"engine-{self.number}", 30)
         if self.link is None:
-            self.link = transport.join_link(facts, f"weights/{self.link_id}", 1, 2, 20.0, "gloo")
+            backend: Any = "nccl" if self.config.weights.transport == "nccl" else "gloo"
+            self.link = transport.join_link(facts, f"weights/{self.link_id}", 1, 2, 20.0, backend)
         until(lambda: (self.offer() or {}).get("version") == version, "the offer", 20)
         if fails:
             self.control.put_json(f"weights/failed/{name}", {"link_id": self.link_id, "reason": "no memory"})
@@ -105,9 +106,15 @@ ENGINES = EngineTopology.uniform(EngineSizes(), (("there",), ("there",)))
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_an_engine_whose_transfer_failed_gets_weights_over_another_link_and_delays_no_other(tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport_setting", ["host", "nccl"])
+def test_an_engine_whose_transfer_failed_gets_weights_over_another_link_and_delays_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport_setting: Any
+) -> None:
     config, hf_config = Config(), tiny.configuration(tiny.Shape())
-    config.model.dtype, config.rollout.engines = "float32", 2
+    config.model.dtype, config.rollout.engines, config.weights.transport = "float32", 2, transport_setting
+    if transport_setting == "nccl":
+        monkeypatch.setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", "20")
+        nccl_order.install(monkeypatch, nccl_order.Network())
     state = layouts.numbered_state(hf_config)
     case = layouts.Case(hf_config, TRAINER, ENGINES, 0)
     parameters = {name: each.float() for name, each in layouts.trainer_parameters(case, state, 0).items()}
@@ -116,7 +123,8 @@ def test_an_engine_whose_transfer_failed_gets_weights_over_another_link_and_dela
     wanted = layouts.engine_parameters(hf_config, EngineSizes(), state, 0)
     with control_service(tmp_path) as address, ThreadPoolExecutor(2) as pool:
         control = connect(address, "trainer-0")
-        syncer = WeightSyncer([chunk], config, control, Platform("cpu", torch.device("cpu"), "gloo"))
+        name = "cuda" if transport_setting == "nccl" else "cpu"  # whose device is the CPU here
+        syncer = WeightSyncer([chunk], config, control, Platform(name, torch.device("cpu"), "gloo"))
         engines = [Engine(address, number, config, hf_config) for number in range(2)]
         for each in engines:
             each.announce()

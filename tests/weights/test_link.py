@@ -9,7 +9,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +26,7 @@ from megatron_webrl.weights import transport
 from megatron_webrl.weights.link import NcclChannel
 from tests import forks, job_control
 from tests.waiting import until
+from tests.weights.nccl_order import Network, install
 
 SECONDS = 2.0
 SLACK = 10.0  # seconds that a busy machine may exceed a timeout
@@ -42,13 +42,17 @@ def client(control: Path) -> Connection:
     return Connection(control, "test", 30)
 
 
-def join_in_threads(control: Path, ranks: list[int], size: int, seconds: float = SECONDS) -> dict[int, Any]:
+def join_in_threads(
+    control: Path, ranks: list[int], size: int, seconds: float = SECONDS, backend: Any = "gloo", senders: int = 1
+) -> dict[int, Any]:
     """Join ranks of link "x" at once; returns each one's link or error."""
     found: dict[int, Any] = {}
 
     def join(rank: int) -> None:
         try:
-            found[rank] = transport.join_link(client(control), "x", rank, size, seconds, "gloo")
+            found[rank] = transport.join_link(
+                client(control), "x", rank, size, seconds, backend, links.CPU, tuple(range(senders))
+            )
         except transport.TransferError as error:
             found[rank] = str(error)
 
@@ -158,45 +162,87 @@ def test_a_rank_that_cannot_host_the_store_says_so(control: Path, monkeypatch: p
         transport.join_link(client(control), "x", 0, 2, SECONDS, "gloo")
 
 
-def test_each_sender_is_connected_to_each_receiver_at_once() -> None:
-    for rank, name, peers in ((0, "send", [2, 3, 4]), (3, "recv", [0, 1])):
-        group: Any = Mock(**{"rank.return_value": rank, "size.return_value": 5})  # torch has one on CUDA only
-        assert links.connect_pairs(group, group, 2, torch.device("cpu")) is group._end_coalescing.return_value
-        calls = [each[0] for each in group.method_calls if each[0] not in ("rank", "size")]
-        assert calls == ["_register_backend", "_start_coalescing", *[name for _ in peers], "_end_coalescing"]
-        assert [each.args[1] for each in getattr(group, name).call_args_list] == peers
+@pytest.fixture
+def network(monkeypatch: pytest.MonkeyPatch) -> Network:
+    """NCCL's order without NCCL."""
+    monkeypatch.setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", "2")
+    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "0")
+    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
+    return Network()
+
+
+def test_an_nccl_link_connects_each_sender_to_each_receiver_in_the_background(
+    control: Path, network: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the constructor of its group sees the variables that let no watchdog end the process."""
+    made, before = install(monkeypatch, network), dict(os.environ)
+    found = join_in_threads(control, [0, 1, 2, 3, 4], 5, 20.0, "nccl", senders=2)
+    assert dict(os.environ) == before
+    for options in made:
+        assert options._timeout > timedelta(seconds=20)
+        assert (options.config.blocking, options.config.max_ctas) == (0, links.MAX_CTAS)
+        variables = [options.environment[f"TORCH_NCCL_{each}"] for each in ("BLOCKING_WAIT", "ASYNC_ERROR_HANDLING")]
+        assert variables == ["1", "0"]
+    data = {rank: torch.full((3,), float(rank)) for rank in found}
+    pairs = [(sender, receiver) for receiver in (2, 3, 4) for sender in (0, 1)]
+    for sender, receiver in pairs:
+        found[sender].channel.send(data[sender], receiver)
+        assert found[sender].channel.completed()[0] == receiver - 2, "nothing is buffered"
+        found[receiver].channel.receive(data[receiver], sender)
+        assert data[receiver].tolist() == [sender] * 3
+    assert [found[rank].channel.completed() for rank in range(5)] == [(3, None), (3, None), *[(2, None)] * 3]
+    for link in found.values():
+        link.close()
+    assert all(group.aborted for group in network.groups.values())
+
+
+def test_a_rank_that_makes_no_communicator_fails_the_link_in_time(
+    control: Path, network: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(links, "GRACE_SECONDS", 1.0)
+    install(monkeypatch, network)
+    links.LinkFacts(client(control), "x").set("member/2", "there:7")
+    started = time.monotonic()
+    found = join_in_threads(control, [0, 1], 3, SECONDS, "nccl")
+    assert time.monotonic() - started < SECONDS + 1.0 + SLACK
+    assert all(text.startswith("link x: rank ") and "there:7" in text for text in found.values()), found
+    until(lambda: all(group.aborted for group in network.groups.values()), "the abort")
+
+
+def test_links_of_a_rank_have_streams_of_their_own_as_long_as_there_are_any(
+    control: Path, network: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, network, streams=4)
+
+    def join(name: str) -> transport.TransferLink:
+        return transport.join_link(client(control), name, 0, 1, 20.0, "nccl", links.CPU)
+
+    kept = [join("first"), join("second")]
+    for number in range(9):  # of an engine that starts again and again
+        link = join(f"third-{number}")
+        assert len({id(each.process_group.stream) for each in (*kept, link)}) == 3
+        link.close()
+    kept += [join("third"), join("fourth")]
+    with pytest.raises(transport.TransferError, match=r"link fifth: .*this rank has 4 links"):
+        join("fifth")
+    for link in kept:
+        link.close()
 
 
 def test_an_error_of_the_abort_ends_the_link_and_not_its_rank(caplog: pytest.LogCaptureFixture) -> None:
     group = SimpleNamespace(abort=Mock(side_effect=RuntimeError("NCCL error: operation in progress")))
-    link = links.TransferLink("x", 0, 2, 1.0, links.CPU, links.CPU, dist.HashStore(), None, group, NcclChannel(group))
+    link = links.TransferLink(
+        "x", 0, 2, 1.0, links.CPU, links.CPU, dist.HashStore(), None, group, NcclChannel(group, 0)
+    )
     link.close()
     assert link.process_group is None
     assert "NCCL error: operation in progress" in caplog.text
 
 
-def test_an_nccl_group_connects_in_the_background_fires_after_the_transfers_timeout_and_leaves_the_environment(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Its constructor alone sees the variables; torch has its options on CUDA only."""
-    options = SimpleNamespace(_timeout=timedelta(), config=SimpleNamespace(blocking=-1, max_ctas=-1))
-    links.set_link_options(options, 300.0)
-    assert options._timeout > timedelta(seconds=300)
-    assert options.config.blocking == 0
-    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "0")
-    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
-    before = dict(os.environ)
-    with suppress(LookupError), links.environment_variables(links.CONSTRUCTOR_VARIABLES):
-        seen = [os.environ[name] for name in ("TORCH_NCCL_BLOCKING_WAIT", "TORCH_NCCL_ASYNC_ERROR_HANDLING")]
-        raise LookupError
-    assert seen == ["1", "0"]
-    assert dict(os.environ) == before
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="NCCL needs a GPU")
 def test_an_nccl_link_neither_reads_nor_writes_the_key_that_ends_processes(control: Path) -> None:
     client(control).sync([("put", "exception_dump", "1")])
-    joined = transport.join_link(client(control), "x", 0, 1, 20.0, "nccl")
+    joined = transport.join_link(client(control), "x", 0, 1, 20.0, "nccl", torch.device("cuda", 0))
     joined.close()
     assert not joined.channel.completed()[0]
     assert job_control.facts(control) == {"exception_dump", "link/x/store", "link/x/member/0", "link/x/done/0"}
