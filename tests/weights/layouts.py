@@ -51,7 +51,7 @@ def cases(draw: st.DrawFn) -> Case:
     deepstack = draw(st.integers(0, min(2, layers // stages)))
     vocabulary = draw(st.integers(129, 192) if tensor == 3 else st.integers(65, 192))
     sizes = (layers, heads, key_value, experts, dense_layers, deepstack, vocabulary, draw(st.booleans()))
-    hf_config = _hf_config(*sizes, stages if hybrid else 0)
+    hf_config = small_config(*sizes, stages if hybrid else 0)
     trainer = draw(_trainers(layers, experts, *split))
     engine = EngineSizes(tensor, stages, bool(experts) and draw(st.booleans()))
     shared_nodes = draw(st.booleans())
@@ -72,7 +72,7 @@ def _trainers(draw: st.DrawFn, layers: int, experts: int, tensor: int, context: 
     return TrainerTopology(ParallelSizes(tensor, pipeline, virtual, expert, expert_tensor, context), ranks, nodes)
 
 
-def _hf_config(
+def small_config(
     layers: int, heads: int, key_value: int, experts: int, dense: list[int], deepstack: int, vocabulary: int, tie: bool,
     hybrid_stages: int,
 ) -> Any:  # fmt: skip
