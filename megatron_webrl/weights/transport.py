@@ -177,7 +177,7 @@ class Staging:
 
 
 def divide_staging(links: Sequence[Sequence[TransferMessage]], dtype: torch.dtype, staging_bytes: int) -> list[Staging]:
-    """Divide the staging memory over the links. Raises ValueError unless two messages of every link fit."""
+    """Divide the staging memory over the links, if any. Raises ValueError unless two messages of every link fit."""
     least, most = STAGING_SLOTS
     largest = [max((message.elements for message in messages), default=0) * dtype.itemsize for messages in links]
     need = least * sum(largest)
@@ -186,7 +186,7 @@ def divide_staging(links: Sequence[Sequence[TransferMessage]], dtype: torch.dtyp
             f"messages in flight on {len(links)} links take up to {need} bytes, more than"
             f" staging_bytes={staging_bytes} (weights.bucket_mib): plan smaller messages or raise it"
         )
-    more = (staging_bytes - need) // len(links)
+    more = (staging_bytes - need) // max(len(links), 1)
     return [Staging(size, min(most, least + more // size) if size else least) for size in largest]
 
 
@@ -383,6 +383,7 @@ def send(
 ) -> dict[str, str | None]:
     """Send this rank's messages of each link, in link order, over all links at once; a failed link delays no other.
 
+    A trainer rank has no link if it holds nothing that the engines of the transfer need from it.
     Slices are sent as `dtype`; staging buffers take at most `staging_bytes` over all links. `transfer` increases from
     call to call. `timeout_seconds` limits each wait for a peer; `peer_failure(link name)` may report a dead peer
     earlier. The first messages are packed before the receivers are ready. With `verify` receivers compare checksums.

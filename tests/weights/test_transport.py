@@ -157,6 +157,10 @@ def test_messages_too_large_for_the_staging_limit_are_refused() -> None:
         transport.receive(object(), [TransferMessage(0, 0, (piece,), 100)], object(), torch.float32, 799, 1, 1.0)  # type: ignore[arg-type]
 
 
+def test_a_trainer_rank_that_sends_to_none_of_the_engines_has_nothing_to_do() -> None:
+    assert transport.send([], lambda name: torch.empty(0), torch.float32, 2**20, 1, 1.0) == {}
+
+
 def writes(case: Case, key: Rank) -> int:
     """Number of calls of a rank's Fault in a successful transfer."""
     engines = case.receivers if key[0] == "trainer" else case.receivers[key[1] : key[1] + 1]
