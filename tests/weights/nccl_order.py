@@ -92,7 +92,9 @@ class Network:
             self.moves += 1
             work.group.stream.works.append(work)
             held = [each for each in work.group.stream.works if each.group is work.group]
-            work.group.most_in_flight = max(work.group.most_in_flight, len(held))
+            work.group.most_messages = max(work.group.most_messages, len(held))
+            in_flight = sum(part.tensor.nbytes for each in held for part in each.parts)
+            work.group.most_bytes = max(work.group.most_bytes, in_flight)
             self._advance(work.group.stream)
         return work
 
@@ -182,7 +184,7 @@ class Group:
 
     def __init__(self, network: Network, name: str, rank: int, stream: Stream) -> None:
         self.network, self.name, self.rank, self.stream = network, name, rank, stream
-        self.aborted, self.most_in_flight = False, 0
+        self.aborted, self.most_messages, self.most_bytes = False, 0, 0  # in flight at a time
         self.coalesced: list[Part] | None = None
         self.connected: set[int] | None = None  # ranks with which a message was coalesced; None: all
         network.groups[name, rank] = self
