@@ -125,8 +125,11 @@ def transfer(ranks: Ranks, hf_config: Any, plan: TransferPlan, engines: list[int
     assert max(group.most_bytes for group in groups) <= plan.staging_bytes
 
 
+SLOW = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
 @pytest.mark.parametrize(
-    "path", [pytest.param(p, marks=[pytest.mark.slow] * (p.stem in LONG)) for p in CONFIGS], ids=lambda path: path.stem
+    "path", [pytest.param(p, marks=SLOW if p.stem in LONG else []) for p in CONFIGS], ids=lambda path: path.stem
 )
 def test_every_plan_is_transferred_in_nccls_order(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hf_config, plan = plan_of(parse_config(path))
