@@ -25,7 +25,7 @@ ifdef PIP_FIND_LINKS
 export UV_FIND_LINKS := $(PIP_FIND_LINKS)
 endif
 
-.PHONY: help install install-gpu system slurm quickstart warm-start test first-tier test-all test-versions gpu-proof test-times soak lint format docs docs-site docs-serve locks check clean
+.PHONY: help install install-gpu system slurm quickstart warm-start test first-tier test-all test-versions test-v2 gpu-proof test-times soak lint format docs docs-site docs-serve locks check clean
 
 help: ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -91,6 +91,9 @@ test-versions: slurm ## the first tier of model, trainer and weights on the vers
 
 gpu-proof: install ## what can be proven of the GPU path without a GPU; installs the packages of GPU nodes (17 GB)
 	$(BIN)/python -m tools.gpu_proof $(ARGS)
+
+test-v2: install ## every test of engines with vLLM's model runner V2, through Triton's interpreter
+	$(TESTS) --v2 --timeout=1800 --junitxml=build/tests/v2.xml $(ARGS)
 
 test-times: ## the slowest tests and files of the last runs of tests, and what they waited for
 	@$(BIN)/python -m tools.test_times

@@ -13,7 +13,7 @@ import hypothesis
 import pytest
 import torch
 
-from tests import guard
+from tests import guard, model_runner
 from tools.make_tiny_model import make_tiny_model
 
 # Shells start commands in the background with SIGINT ignored, and what tests interrupt would inherit that.
@@ -28,7 +28,13 @@ hypothesis.settings.load_profile("no_deadline")
 CPU_BEFORE = pytest.StashKey[os.times_result]()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--v2", action="store_true", help="only tests of engines, with vLLM's model runner V2")
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--v2"):
+        model_runner.select_v2()
     if not hasattr(config, "workerinput"):  # the processes of a parallel run are descendants of the first
         guard.start()
 
@@ -49,13 +55,26 @@ def pytest_unconfigure() -> None:
     gc.freeze()  # the interpreter's last collection takes seconds otherwise
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with the longest limits of time come first, so that parallel processes end at about the same time."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Select the tests of the model runner; those with the longest limits of time come first.
+
+    Then parallel processes end at about the same time.
+    """
+    v2 = config.getoption("--v2")
+    config.hook.pytest_deselected(items=[item for item in items if not runs_with(item, v2)])
+    items[:] = [item for item in items if runs_with(item, v2)]
     limits: dict[Path, float] = defaultdict(float)
     for item in items:
         if (limit := item.get_closest_marker("timeout")) and not item.get_closest_marker("soak"):
             limits[item.path] = max(limits[item.path], *limit.args)
     items.sort(key=lambda item: -limits[item.path])
+
+
+def runs_with(item: pytest.Item, v2: bool) -> bool:
+    """Whether a test runs with the chosen model runner of vLLM."""
+    if item.get_closest_marker("only_v2"):
+        return v2
+    return not v2 or (item.get_closest_marker("engine") is not None and item.nodeid not in model_runner.NOT_ON_V2)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -32,7 +32,6 @@ LAYERS = (
 """From top to bottom. A module imports from its own package and from the layers below it."""
 ONLY = {
     "vllm": {
-        "weights/vllm_experts.py",
         "weights/vllm_worker.py",
         "weights/vllm_target.py",
         "weights/vllm_scheduler.py",

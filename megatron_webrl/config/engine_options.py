@@ -20,6 +20,7 @@ SETTINGS = {
     "kv_cache_memory_bytes": "rollout.kv_cache_mib",
     "gpu_memory_utilization": "rollout.gpu_memory_utilization",
     "max_num_seqs": "rollout.max_num_seqs",
+    "enable_return_routed_experts": "trainer.routing_replay",
 }
 """The setting that governs an argument of vLLM."""
 FIXED = frozenset({

@@ -97,7 +97,7 @@ class TrainerConfig:
     routing_replay: str = setting(
         "auto",
         "Replay of the engine's routed experts in the trainer; auto: of a mixture of experts, unless "
-        "rollout.pipeline_parallel or speculative decoding prevent the recording.",
+        "rollout.pipeline_parallel, speculative decoding or the model runner of the CPU prevent the recording.",
         choices=("auto", "on", "off"),
     )
     updates: int = setting(

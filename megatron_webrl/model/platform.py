@@ -62,10 +62,13 @@ def activate(name: str) -> Platform:
         if name not in ("auto", _active.name):
             raise RuntimeError(f"platform={name} was requested, but this process already uses {_active.name}")
         return _active
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    _active = _use_cuda() if name == "cuda" else _use_cpu()
+    _active = _use_cuda() if selects_cuda(name) else _use_cpu()
     return _active
+
+
+def selects_cuda(name: str) -> bool:
+    """Whether model.platform is CUDA in this process: "cuda", or "auto" if it sees a GPU."""
+    return name == "cuda" or (name == "auto" and torch.cuda.is_available())
 
 
 def limit_memory(platform: Platform, fraction: float) -> None:

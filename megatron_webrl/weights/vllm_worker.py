@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from vllm.compilation.counter import compilation_counter
 from vllm.config import ModelConfig
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -34,7 +35,6 @@ from megatron_webrl.weights import transport
 from megatron_webrl.weights.engine_map import EngineSizes, engine_parameter_shapes
 from megatron_webrl.weights.plan import EngineTopology, TrainerTopology, TransferPlan
 from megatron_webrl.weights.slices import TransferMessage, box_index
-from megatron_webrl.weights.vllm_experts import make_recorder
 from megatron_webrl.weights.vllm_target import LoadPath, ModelTarget, head_shares_embedding
 
 LOAD_FORMAT = "webrl"
@@ -109,7 +109,6 @@ class ShardTransferEngine(WeightTransferEngine[LinkInfo, UpdateInfo]):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.target: ModelTarget | None = None
-        self.recorder = make_recorder(self.vllm_config, self.model)
         self._agreed: _AgreedPlan | None = None
         self._link: transport.TransferLink | None = None
         self._seconds = 0.0
@@ -257,7 +256,6 @@ class WeightReceiver:
 
     # Members of vLLM's worker used here.
     weight_transfer_engine: Any
-    model_runner: Any
     _weight_update_active: bool
     init_weight_transfer_engine: Callable[[dict[str, Any]], None]
     start_weight_update: Callable[[], None]
@@ -287,10 +285,9 @@ class WeightReceiver:
             return f"{type(error).__name__}: {error}"
         return None
 
-    def webrl_record_experts(self) -> None:
-        """Begin to record routed experts, if the engine has RECORD_OPTION. Called once."""
-        if self.weight_transfer_engine.recorder is not None:
-            self.weight_transfer_engine.recorder.attach(self.model_runner)
+    def webrl_captured_graphs(self) -> int:
+        """Number of CUDA graphs that this rank captured for its model."""
+        return compilation_counter.num_cudagraph_captured
 
     def webrl_load_paths(self) -> dict[LoadPath, dict[str, int]]:
         """Number of parameters and their bytes in loading form, by load path."""

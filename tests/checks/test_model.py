@@ -53,6 +53,7 @@ def tampered(folder: Path, target: Path, change: Callable[[dict[str, Any]], None
 
 
 @pytest.mark.slow
+@pytest.mark.engine
 def test_all_three_backends_agree_on_text_and_images(tiny_model: Path) -> None:
     found = run(request(tiny_model, vllm=True))
     assert not failures(found)

@@ -14,8 +14,14 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.launch.validation import check_settings
 from megatron_webrl.model.hf_config import choose_prefix_merging, read_model_config
 from megatron_webrl.model.parameter_counts import config_sections
-from megatron_webrl.model.vision_language.routing_replay import check_routing_replay, records_experts, replays_routing
+from megatron_webrl.model.vision_language.routing_replay import (
+    MODEL_RUNNER,
+    check_routing_replay,
+    records_experts,
+    replays_routing,
+)
 from megatron_webrl.placement.memory_estimate import check_parallel_layout
+from megatron_webrl.rollout.engine.vllm_environment import engine_environment
 from tests.config.conftest import refusal
 
 
@@ -74,7 +80,7 @@ def test_linear_attention_that_vllm_cannot_compute_on_the_cpu_is_refused() -> No
 def test_routing_is_replayed_where_engines_record_it_and_on_is_refused_elsewhere(
     tiny_model: Path, tiny_sparse_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    monkeypatch.setenv(MODEL_RUNNER, "1")
 
     def replays(model: Path, words: str = "", **rollout: Any) -> bool:
         """Whether auto replays; where it does not, `on` is refused with `words`."""
@@ -100,5 +106,23 @@ def test_routing_is_replayed_where_engines_record_it_and_on_is_refused_elsewhere
     assert not replays(tiny_sparse_model, "rollout.pipeline_parallel=2", pipeline_parallel=2)
     guesses = {"speculative_config": {"method": "x"}}
     assert not replays(tiny_sparse_model, "rollout.engine_options.speculative_config", engine_options=guesses)
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    assert not replays(tiny_sparse_model, "VLLM_USE_V2_MODEL_RUNNER=1")
+    uncached = {"enable_prefix_caching": False}
+    assert not replays(tiny_sparse_model, "engine_options.enable_prefix_caching=false", engine_options=uncached)
+    monkeypatch.delenv(MODEL_RUNNER)
+    assert not replays(tiny_sparse_model, "VLLM_USE_V2_MODEL_RUNNER=1 in the environment")
+
+
+def test_on_a_gpu_vllm_chooses_the_model_runner_and_on_the_cpu_it_is_the_one_that_needs_no_triton(
+    tiny_sparse_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configured(routing_replay="auto")
+    config.model.path = str(tiny_sparse_model)
+    for platform, given, chosen, replays in (
+        ("cpu", None, "0", False), ("cpu", "1", "1", True), ("cuda", None, None, True), ("cuda", "0", None, False)
+    ):  # fmt: skip
+        monkeypatch.delenv(MODEL_RUNNER, raising=False)
+        if given is not None:
+            monkeypatch.setenv(MODEL_RUNNER, given)
+        config.model.platform = platform
+        assert engine_environment(config).get(MODEL_RUNNER) == chosen
+        assert replays_routing(config) == replays

@@ -17,6 +17,7 @@ from megatron_webrl.monitor.episode_index import EpisodeIndex, EpisodeQuery
 from megatron_webrl.track import events as process_events
 from megatron_webrl.track.evaluations import NAMES, evaluation_name
 from megatron_webrl.track.timeline import PROFILES
+from tests import model_runner
 from tests.launch.whole_jobs import Job, assert_nothing_left
 from tests.monitor.finished_jobs import check_timeline
 from tests.monitor.rollouts_page import check_rollouts_page
@@ -149,6 +150,7 @@ def assert_results_are_in_mlflow_and_in_the_index(job: Job) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.engine
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("architecture", "dtype", "gap"),
@@ -165,7 +167,8 @@ def test_a_mixture_of_experts_trains_over_stages_and_converts_back(job: Job, arc
     summary = job.summary()
     # The engine's weights came from the trainer, and the trainer's from the checkpoint.
     assert summary["updates"][0]["logprob_mismatch_max"] <= gap
-    assert summary["updates"][0]["extra"]["routing_replayed"] > 0.9
+    replayed = summary["updates"][0]["extra"].get("routing_replayed", 0)
+    assert replayed > 0.9 if model_runner.is_v2() else replayed == 0
     assert summary["accounting"]["matches"]
     subprocess.run([sys.executable, "tools/megatron_to_hf.py", summary["checkpoint"], trained], check=True)
     before, after = (load_file(folder / "model.safetensors") for folder in (model, trained))

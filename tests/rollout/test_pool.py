@@ -62,7 +62,6 @@ class DelayedEngine:
         self.seen: list[tuple[int, int]] = []  # version taken, requests under way then
         self._script = ScriptedGenerator(episodes.agent.processor, episodes.config.rollout)
         self.released = asyncio.Event()
-        self.features = {"cuda_graphs": False, "async_scheduling": False}
 
     async def generate(self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
         self.asking += 1
@@ -78,6 +77,9 @@ class DelayedEngine:
     def check_alive(self) -> None: ...
 
     async def join_weight_link(self, *arguments: object) -> None: ...
+
+    async def features(self) -> dict[str, bool]:
+        return {"cuda_graphs": False, "async_scheduling": False}
 
     async def weight_load_paths(self) -> list[dict[str, dict[str, int]]]:
         return [{path: {"parameters": 0, "bytes": 0} for path in ("in_place", "reload")}]

@@ -65,6 +65,7 @@ def main(folder: str, sizes: str, report: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.engine
 @pytest.mark.parametrize(
     ("model", "sizes"),
     [

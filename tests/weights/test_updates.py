@@ -18,7 +18,7 @@ from tests.rollout.engine.engines import expected, picture, prompt, respond
 from tests.weights.serving import Stage, changed_folders, configuration, load
 from tools.make_tiny_model import make_tiny_model
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio]
+pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.asyncio]
 MODELS: dict[str, dict[str, Any]] = {
     "experts": {"experts": 4, "seed": 1},
     "hybrid": {"architecture": "qwen3_5", "tie": False},

@@ -229,7 +229,9 @@ def run(module: str, *arguments: str | Path, seconds: float = 800.0) -> Any:
     return json.loads(Path(arguments[-1]).read_text())
 
 
-@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.slow) for name in MODELS])
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=[pytest.mark.slow, pytest.mark.engine]) for name in MODELS]
+)
 def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp(request.param)
     make_tiny_model(folder / "model", **MODELS[request.param])

@@ -29,7 +29,7 @@ from megatron_webrl.rollout.engine.vllm_engine import VLLMEngine
 from megatron_webrl.rollout.generator import Generation
 from megatron_webrl.trainer.data.batching import TrainingSample, make_samples
 from megatron_webrl.types import Group, Step, Trajectory
-from tests import gloo
+from tests import gloo, model_runner
 from tests.rollout.engine import engines
 from tests.trajectories import trajectory
 from tools.arguments import make_bench_parser, write_json
@@ -183,6 +183,7 @@ def _score(model: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 def main() -> None:
     """Measure each type and print a table."""
+    model_runner.select_v2()  # V1 records no experts
     parser = make_bench_parser(__doc__)
     parser.add_argument("--dtype", action="append", choices=DTYPES)
     arguments = parser.parse_args()

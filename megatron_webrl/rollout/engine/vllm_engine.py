@@ -24,6 +24,7 @@ import numpy as np
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.connection import JobFailed
+from megatron_webrl.model.parameter_map import is_sparse
 from megatron_webrl.model.processor import Processor, decode_image
 from megatron_webrl.rollout.engine import vllm_environment
 from megatron_webrl.rollout.generator import EngineDeadError, Generation, GenerationError
@@ -65,9 +66,12 @@ def vllm_prompt(token_ids: np.ndarray, images: Sequence[bytes], decoded: Sequenc
 
 
 def to_generation(
-    output: RequestOutput, processor: Processor, expanded: np.ndarray, grids: np.ndarray, engine: int
+    output: RequestOutput, processor: Processor, expanded: np.ndarray, grids: np.ndarray, engine: int, text: Any
 ) -> Generation:
-    """A finished response. Raises GenerationError: it is unusable, or the prompt is not `expanded` (int32 [prompt])."""
+    """A finished response. Raises GenerationError: it is unusable, or the prompt is not `expanded` (int32 [prompt]).
+
+    `text`: the text model's configuration.
+    """
     prompt = np.asarray(output.prompt_token_ids, np.int32)
     if not np.array_equal(prompt, expanded):
         raise GenerationError(
@@ -88,7 +92,7 @@ def to_generation(
         text=processor.thought_prefix + processor.decode(ids),
         finish_reason=response.finish_reason,
         cached_prompt_tokens=output.num_cached_tokens or 0,
-        experts=_experts(response, len(prompt) + len(ids) - 1),
+        experts=_experts(response, len(prompt) + len(ids) - 1, text),
     )
 
 
@@ -104,14 +108,16 @@ def _logprobs(response: CompletionOutput) -> np.ndarray:
     return values
 
 
-def _experts(response: CompletionOutput, tokens: int) -> np.ndarray:
+def _experts(response: CompletionOutput, tokens: int, text: Any) -> np.ndarray:
     """Experts of the first `tokens` tokens, see types.Step; [0, 0, 0] if the engine records none."""
-    recorded = response.routed_experts
-    if recorded is None:
+    if response.routed_experts is None:
         return np.zeros((0, 0, 0), np.uint8)
-    # Asynchronous scheduling may compute a token more; the end is missing if it never was.
-    missing = max(0, tokens - len(recorded))
-    return np.pad(recorded[:tokens], ((0, missing), (0, 0), (0, 0)), constant_values=np.iinfo(recorded.dtype).max)
+    recorded: np.ndarray = response.routed_experts[-tokens:]  # those of an earlier computation come before
+    if len(recorded) < tokens:
+        raise GenerationError(f"the engine gave the experts of {len(recorded)} of {tokens} tokens")
+    sparse = [layer for layer in range(recorded.shape[1]) if is_sparse(text, layer)]
+    # The largest number of the type means that nothing is recorded; vLLM has experts of this number.
+    return recorded[:, sparse].astype(np.uint8 if text.num_experts < np.iinfo(np.uint8).max else np.uint16)
 
 
 def _versions(response: CompletionOutput) -> np.ndarray:
@@ -225,7 +231,8 @@ class VLLMEngine:
         if temperature is not None:
             sampling = sampling_params(self._config, self.processor, temperature)
         output = await self._limited(self._request(prompt, sampling))
-        return to_generation(output, self.processor, expanded, grids, self._worker)
+        text = self._llm.vllm_config.model_config.hf_text_config
+        return to_generation(output, self.processor, expanded, grids, self._worker, text)
 
     async def join_weight_link(self, control: Path, name: str, description: dict[str, Any]) -> None:
         """Join the trainer's link `name`. Raises WeightUpdateError: timeout, plans differ.
@@ -269,13 +276,11 @@ class VLLMEngine:
             self._paused_seconds, self._paused_since = self._paused_seconds + seconds, None
         return seconds
 
-    @property
-    def features(self) -> dict[str, bool]:
-        """Whether vLLM replays captured graphs, and schedules the next step while the device computes this one."""
-        settings = self._llm.vllm_config
+    async def features(self) -> dict[str, bool]:
+        """Whether every rank captured CUDA graphs, and vLLM schedules a step while the device computes the last."""
         return {
-            "cuda_graphs": settings.compilation_config.cudagraph_mode.name != "NONE",
-            "async_scheduling": bool(settings.scheduler_config.async_scheduling),
+            "cuda_graphs": all(await self._ask_ranks("webrl_captured_graphs")),
+            "async_scheduling": bool(self._llm.vllm_config.scheduler_config.async_scheduling),
         }
 
     async def weight_load_paths(self) -> list[dict[str, Any]]:

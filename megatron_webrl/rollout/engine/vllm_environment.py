@@ -12,9 +12,8 @@ from megatron_webrl.config.engine_options import refuse_unknown
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.control.child_process import collect_garbage
-from megatron_webrl.model.vision_language.routing_replay import records_experts
+from megatron_webrl.model.vision_language.routing_replay import MODEL_RUNNER, records_experts
 from megatron_webrl.util import torchvision_shim
-from megatron_webrl.weights.expert_store import RECORD_OPTION
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -41,9 +40,9 @@ class NodeSpan:
 
 def on_cuda(config: Config) -> bool:
     """Whether the engine runs on a GPU."""
-    import torch
+    from megatron_webrl.model.platform import selects_cuda
 
-    return config.model.platform == "cuda" or (config.model.platform == "auto" and torch.cuda.is_available())
+    return selects_cuda(config.model.platform)
 
 
 def engine_environment(config: Config, span: NodeSpan | None = None) -> dict[str, str]:
@@ -55,8 +54,6 @@ def engine_environment(config: Config, span: NodeSpan | None = None) -> dict[str
         "VLLM_ENGINE_READY_TIMEOUT_S": str(int(config.run.startup_timeout_seconds) + 1),
         # A forked child would share this process's locks, ring and browsers, and skip sitecustomize.
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        # The one that every test ran with: on GPUs vLLM 0.32 takes the other, which needs Triton.
-        "VLLM_USE_V2_MODEL_RUNNER": os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0"),
         # Limit for creating the communicator of a weight-transfer link; torch reads it once in a process.
         "TORCH_NCCL_NONBLOCKING_TIMEOUT": os.environ.get(
             "TORCH_NCCL_NONBLOCKING_TIMEOUT", str(math.ceil(config.weights.timeout_seconds))
@@ -71,6 +68,8 @@ def engine_environment(config: Config, span: NodeSpan | None = None) -> dict[str
         # vLLM's attention in float32 is Triton's, whose products are in TF32 by default: 10 bits of mantissa.
         variables["TRITON_F32_DEFAULT"] = os.environ.get("TRITON_F32_DEFAULT", "ieee")
     if not on_cuda(config):
+        # Model runner V2, which vLLM takes on GPUs, needs Triton: on the CPU its interpreter, which is slow.
+        variables[MODEL_RUNNER] = os.environ.get(MODEL_RUNNER, "0")
         # Compiling costs more time than it saves; vLLM's own binding would put every engine on the same cores.
         variables |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         # The other half of the cores is for browsers and the trainer.
@@ -93,7 +92,6 @@ def engine_arguments(config: Config, worker: int, number: int = 1, span: NodeSpa
         raise ConfigError("rollout.expert_parallel=true: vLLM's CPU build dies at the first token; set it to false")
     cache = rollout.kv_cache_mib or (0 if cuda else CPU_KV_CACHE_MIB)
     limits: Any = {"image": rollout.context.history_turns, "video": 0}
-    recording = {RECORD_OPTION: config.trainer.routing_replay} if records_experts(config) else {}
     vision: Any = "data" if rollout.tensor_parallel > 1 else "weights"  # of one rank both are the whole tower
     extra: dict[str, Any] = {"kv_cache_memory_bytes": cache * 2**20} if cache else {}
     if cuda:
@@ -126,7 +124,7 @@ def engine_arguments(config: Config, worker: int, number: int = 1, span: NodeSpa
         # Log-probabilities of the sampled distribution: after temperature, as the trainer computes them.
         logprobs_mode="processed_logprobs",
         weight_transfer_config=WeightTransferConfig(backend="webrl"),
-        additional_config=options.pop("additional_config", {}) | recording,
+        enable_return_routed_experts=records_experts(config),
         worker_extension_cls=WORKER_EXTENSION_CLASS,
         disable_log_stats=True,
         enable_log_requests=False,
@@ -201,12 +199,10 @@ def start_engine(config: Config, worker: int, number: int = 1, span: NodeSpan | 
 
 
 async def prepare_ranks(config: Config, llm: AsyncLLM) -> None:
-    """Let the ranks of a started engine return the experts of their tokens, for routing replay, and warm them up."""
+    """Warm up the ranks of a started engine."""
     if config.rollout.pipeline_parallel > 1 and not on_cuda(config):
         # A dummy batch: without it vLLM's CPU pipeline has no receive buffers and dies at the first request.
         await llm.collective_rpc("execute_dummy_batch")
-    if records_experts(config):
-        await llm.collective_rpc("webrl_record_experts")
 
 
 def run_follower(config: Config, worker: int, number: int, span: NodeSpan) -> None:

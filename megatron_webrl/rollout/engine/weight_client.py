@@ -40,6 +40,7 @@ class WeightClient:
         self._linked = False
         self._transfer = 0  # the last one over this link
         self._parameters: dict[str, int] = {}  # of all ranks, by load path
+        self._features: dict[str, bool] = {}
         self._weights_of: object = None  # the trainer of the engine's weights
         self._waiting_since = time.monotonic()
         self._timeline = timeline
@@ -102,6 +103,7 @@ class WeightClient:
         await self.engine.join_weight_link(self.control.address_file, f"weights/{self.link_id}", plan)
         ranks = await self.engine.weight_load_paths()
         self._parameters = {path: sum(rank[path]["parameters"] for rank in ranks) for path in ("in_place", "reload")}
+        self._features = await self.engine.features()
         self._linked, self._transfer = True, 0
 
     @property
@@ -128,7 +130,7 @@ class WeightClient:
             "version": version,
             "pause_seconds": pause_seconds,
             "parameters": self._parameters,
-            **self.engine.features,
+            **self._features,
         }
         self.control.put_json(f"weights/applied/{self._worker}", applied)
 

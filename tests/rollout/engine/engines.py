@@ -129,10 +129,12 @@ def of_response(logprobs: torch.Tensor, answer: Generation | Step) -> np.ndarray
     return logprobs[:-1].gather(1, tokens[:, None])[:, 0].numpy()
 
 
-async def respond(engine: VLLMEngine, tokens: np.ndarray, images: list[bytes]) -> Generation:
+async def respond(
+    engine: VLLMEngine, tokens: np.ndarray, images: list[bytes], temperature: float | None = None
+) -> Generation:
     """One response without image placeholders, which transformers would take for images."""
     for _ in range(10):
-        answer = await engine.generate(None, tokens, images)
+        answer = await engine.generate(None, tokens, images, temperature)
         if scorable(engine, answer):
             return answer
     raise AssertionError("ten responses in a row have image placeholders")

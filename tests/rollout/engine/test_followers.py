@@ -101,6 +101,7 @@ async def take(version: int, weights: WeightClient, stage: Stage) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.engine
 async def test_an_engine_over_two_nodes_updates_fails_and_restarts(tiny_model: Path, tmp_path: Path) -> None:
     stage = Stage(tmp_path, spanning(tmp_path, tiny_model))
     first, second = changed_folders(tmp_path, tiny_model, 2)

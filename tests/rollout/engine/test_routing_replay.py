@@ -14,7 +14,7 @@ import pytest
 from megatron_webrl.trainer.data.batching import TrainingSample
 from tools.bench import routing_replay as replay
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.only_v2
 
 
 def test_every_token_has_the_experts_of_the_trainer_and_replay_reproduces_log_probabilities(tmp_path: Path) -> None:

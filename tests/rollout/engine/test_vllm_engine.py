@@ -22,7 +22,9 @@ from tests.rollout.engine.engines import (
     Sender,
     configuration,
     expected,
+    logprobs,
     long_responses,
+    of_response,
     perturb,
     picture,
     prompt,
@@ -32,7 +34,7 @@ from tests.rollout.engine.engines import (
 )
 from tests.waiting import eventually
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -69,6 +71,9 @@ async def test_log_probabilities_are_those_of_transformers(engine: VLLMEngine, r
     assert answer.text == engine.processor.decode(answer.response_token_ids)
     ended = answer.response_token_ids[-1] in (engine.processor.eos_token_id, engine.processor.tokenizer.pad_token_id)
     assert (answer.finish_reason, len(answer.response_token_ids) <= 24) == ("stop" if ended else "length", True)
+    colder = await respond(engine, prompt(engine, 2), images, temperature=0.6)
+    scaled = (logprobs(reference, engine.processor, colder, images) / 0.6).log_softmax(-1)
+    np.testing.assert_allclose(colder.logprobs, of_response(scaled, colder), atol=TOLERANCE)
 
 
 async def test_after_a_bad_prompt_the_engine_still_serves(engine: VLLMEngine) -> None:

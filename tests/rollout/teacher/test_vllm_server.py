@@ -29,7 +29,7 @@ from tests.trajectories import trajectory
 from tests.waiting import until
 
 MAX_MODEL_LEN = 1024
-pytestmark = pytest.mark.slow  # only a server renders tokens and images as it does in a run
+pytestmark = [pytest.mark.slow, pytest.mark.engine]  # only a server renders tokens and images as it does in a run
 
 
 @pytest.fixture(scope="module")
