@@ -78,8 +78,11 @@ async def test_a_2x2_trainer_updates_engines_of_one_and_two_ranks(tmp_path: Path
                 assert done["lost"] == 0, stage.logs()  # every checksum agreed, on both sides
                 await stage.until(lambda v=version: all(each.version == v for each in engines), "engines on it", 10)
                 reference, errors = load(folder), []
-                for engine, number in ((engine, number) for engine in engines for number in range(4)):
-                    answer = await respond(engine, prompt(engine, 1, str(number)), [picture(number)])
+                asked = [(engine, number) for engine in engines for number in range(4)]
+                answers = await asyncio.gather(
+                    *(respond(engine, prompt(engine, 1, str(number)), [picture(number)]) for engine, number in asked)
+                )
+                for answer, (engine, number) in zip(answers, asked, strict=True):
                     assert set(answer.versions) == {version}
                     errors.append(np.abs(answer.logprobs - expected(reference, engine, answer, [picture(number)])))
                 assert max(error.max() for error in errors) < largest, (version, errors)

@@ -76,6 +76,15 @@ async def test_log_probabilities_are_those_of_transformers(engine: VLLMEngine, r
     np.testing.assert_allclose(colder.logprobs, of_response(scaled, colder), atol=TOLERANCE)
 
 
+async def test_cuda_graphs_are_those_that_the_ranks_captured(
+    engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.config import CUDAGraphMode
+
+    monkeypatch.setattr(engine._llm.vllm_config.compilation_config, "cudagraph_mode", CUDAGraphMode.FULL)
+    assert await engine.features() == {"cuda_graphs": False, "async_scheduling": False}
+
+
 async def test_after_a_bad_prompt_the_engine_still_serves(engine: VLLMEngine) -> None:
     for tokens, images, words in (
         (prompt(engine, 2), [picture(0)], "2 image placeholders and 1 images"),
@@ -159,8 +168,9 @@ async def test_a_failed_update_pauses_the_engine_until_a_complete_one_over_anoth
             await engine.update_weights(3, sender.transfers + 1)  # the trainer does not send it
     assert (engine.version, engine.partially_updated) == (2, True)
     monkeypatch.setattr(engine._config.rollout, "operation_timeout_seconds", 1.5)  # without the pause
-    waiting = asyncio.create_task(engine.generate(None, prompt(engine, 0), []))
-    done, _ = await asyncio.wait({in_flight, waiting}, timeout=1.6)
+    with long_responses(engine, 2):  # far less than the limit, also with Triton's interpreter
+        waiting = asyncio.create_task(engine.generate(None, prompt(engine, 0), []))
+        done, _ = await asyncio.wait({in_flight, waiting}, timeout=1.6)
     assert not done  # kept without a response
     monkeypatch.undo()
     perturb(reference, seed=3)
