@@ -74,7 +74,7 @@ def runs_with(item: pytest.Item, v2: bool) -> bool:
     """Whether a test runs with the chosen model runner of vLLM."""
     if item.get_closest_marker("only_v2"):
         return v2
-    return not v2 or (item.get_closest_marker("engine") is not None and item.nodeid not in model_runner.NOT_ON_V2)
+    return not v2 or item.get_closest_marker("engine") is not None
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -10,8 +10,6 @@ from pathlib import Path
 from megatron_webrl.model.vision_language.routing_replay import MODEL_RUNNER
 
 SITE = Path(__file__).with_name("triton_interpreter")
-NOT_ON_V2: dict[str, str] = {}
-"""Tests with the mark "engine" that do not run on V2, by node id, with the reason."""
 
 
 def select_v2() -> None:
