@@ -28,7 +28,7 @@ endif
 .PHONY: help install install-gpu system slurm quickstart warm-start test first-tier test-all test-versions test-v2 gpu-proof test-times soak lint format docs docs-site docs-serve locks check clean
 
 help: ## list the commands
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 install: $(INSTALLED) system ## create .venv with everything; find or install Chromium and two libraries
 

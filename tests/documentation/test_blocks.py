@@ -160,7 +160,7 @@ def check(command: Command) -> None:
         if command.whole and not (rest and (ROOT / rest[0]).is_file()):
             raise Misfit("names no script of the repository")
     elif program == "make":
-        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        targets = re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         if missing := [word for word in command.words[1:] if "=" not in word and word not in targets]:
             raise Misfit(f"no target {missing[0]}")
     elif program not in OTHERS and not program.endswith(".sh"):  # a script is a file that exists
