@@ -10,6 +10,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import sysconfig
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -37,6 +38,7 @@ MODULES = {
     **{name: name for name in ("torch", "torchvision", "transformers")},
 }
 """What is imported of a package, as a wrong build installs without an error."""
+LEAST_GLIBC = (2, 31)  # of the wheels of llguidance, which vLLM needs
 OPTIONAL = {
     "fla-core": ("fla.ops.gated_delta_rule", "linear attention of Qwen3.5 on GPUs"),
     "transformer-engine": ("transformer_engine", "faster layers and fused Adam on GPUs"),
@@ -78,6 +80,10 @@ def _dependencies(config: Config | None) -> Iterator[tuple[Sequence[str], CheckR
         yield (), _line(name, "present", use if _import_error(module) else "")
     with suppress(ImportError):  # torch is missing, and named
         yield from _devices()
+    name, glibc = platform.libc_ver()
+    old = name != "glibc" or tuple(map(int, glibc.split(".")[:2])) < LEAST_GLIBC
+    problem = f"{glibc or 'another C library'} is below 2.31, which the wheels of llguidance need; use an image"
+    yield ("rollout",), _line("glibc", glibc, problem if old else "")
     library = ctypes.util.find_library("atomic")
     problem = "" if library else "Playwright's driver needs it: Debian package libatomic1"
     yield ("rollout",), _line("libatomic.so.1", library or "", problem)
@@ -137,6 +143,7 @@ def _devices() -> Iterator[tuple[Sequence[str], CheckResult]]:
     """GPUs, and the driver, which fails for both roles if it does not serve the CUDA that torch is built for."""
     import torch
 
+    yield ROLES if torch.version.cuda else (), _compiler()
     names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
     counts = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
     yield (), _line("GPUs", counts, "" if names else "without CUDA everything runs on the CPU with gloo")
@@ -148,6 +155,24 @@ def _devices() -> Iterator[tuple[Sequence[str], CheckResult]]:
         yield (), failed(SECTION, "driver", f"{error}; not needed without GPUs")
         return
     yield ROLES if torch.version.cuda else (), _line("driver", driver, gpus.find_cuda_problem())
+
+
+def _compiler() -> CheckResult:
+    """The C compiler that Triton chooses, and Python.h: on CUDA every process compiles Triton's driver module."""
+    name, compiler = "C compiler, Python.h", os.environ.get("CC", shutil.which("gcc") or shutil.which("clang"))
+    if not compiler:
+        return failed(SECTION, name, "Triton needs one: install gcc or clang, or set CC (neither is on PATH)")
+    include = sysconfig.get_path("include", "posix_prefix")
+    command = [compiler, f"-I{include}", "-x", "c", "-c", "-", "-o", os.devnull]
+    try:
+        done = subprocess.run(
+            command, input="#include <Python.h>", capture_output=True, text=True, timeout=60, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return failed(SECTION, name, f"{compiler} does not run: {error}")
+    reason = (done.stderr.splitlines() or [f"exit code {done.returncode}"])[0]
+    problem = f"{compiler} compiles no Python.h of {include} (Debian package python3-dev), as Triton must: {reason}"
+    return _line(name, compiler, problem if done.returncode else "")
 
 
 def _program(name: str, command: list[str], use: str = "") -> CheckResult:

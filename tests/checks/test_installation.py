@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_webrl.checks import installation
 from megatron_webrl.checks.installation import check_installation
 from megatron_webrl.checks.report import CheckResult, failed, measured
 from megatron_webrl.cli import main
 from megatron_webrl.config.load import parse_config
+from tests.waiting import write_program
 
 MEGATRON_CORE = {(3, 11): "0.16.1", (3, 12): "0.19.2"}
 """The newest release for each Python."""
@@ -64,3 +67,35 @@ def test_packages_that_settings_name_are_missed(monkeypatch: pytest.MonkeyPatch)
     assert {found[name].status for name in ("transformer_engine", "flash_attn")} == {"failed"}
     assert "flash_attn" not in names()
     assert main(["check", "installation", "trainer.layers=local"]) == 2
+
+
+def test_a_cuda_build_needs_a_compiler_with_the_headers_of_python_and_a_cpu_build_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Triton compiles its driver module in every process that computes on a GPU."""
+
+    def found() -> tuple[tuple[str, ...], CheckResult]:
+        return next((roles, each) for roles, each in installation._devices() if each.name == "C compiler, Python.h")
+
+    assert found()[1].status == "passed"
+    monkeypatch.setattr(installation.sysconfig, "get_path", lambda *_: str(tmp_path))
+    assert re.search(rf"compiles no Python.h of {tmp_path} .*Python.h: No such file", found()[1].note)
+    monkeypatch.setenv("CC", str(write_program(tmp_path / "cc", "echo no licence >&2; exit 1")))
+    assert found()[1].note.endswith("as Triton must: no licence")
+    monkeypatch.setenv("CC", "/none/cc")
+    assert "/none/cc does not run" in found()[1].note
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "neither gcc nor clang" in found()[1].note
+    for cuda, roles in ((None, ()), ("13.0", installation.ROLES)):
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        assert found()[0] == roles
+
+
+def test_an_old_glibc_and_another_c_library_fail(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(installation, "_requirements", dict)
+    for library, status in ((("glibc", "2.31"), "passed"), (("glibc", "2.28"), "failed"), (("", ""), "failed")):
+        monkeypatch.setattr(installation.platform, "libc_ver", lambda library=library: library)
+        found = {each.name: (roles, each) for roles, each in installation._dependencies(None)}["glibc"]
+        assert (found[0], found[1].status) == (("rollout",), status), library
+        assert found[1].value == library[1] if status == "passed" else "is below 2.31" in found[1].note
