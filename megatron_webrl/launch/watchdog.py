@@ -49,10 +49,12 @@ class KillRequest:
 
     request_id: int
     reason: str
-    targets: Mapping[str, LivenessSign]  # by role: the liveness sign that has stopped changing
+    targets: Mapping[str, LivenessSign | None]  # by role: the sign that has stopped changing; None: kill it anyway
 
 
-def request_stack_dump(folder: Path, reason: str, targets: Mapping[str, LivenessSign] | None = None) -> KillRequest:
+def request_stack_dump(
+    folder: Path, reason: str, targets: Mapping[str, LivenessSign | None] | None = None
+) -> KillRequest:
     """Write a request for every node of the run in `folder`; without targets only stacks are dumped."""
     request = KillRequest(time.time_ns(), reason, targets or {})
     atomic_file.write_json(folder / REQUEST_FILE, asdict(request))
@@ -65,7 +67,7 @@ def latest_request(folder: Path) -> KillRequest | None:
         fields = json.loads((folder / REQUEST_FILE).read_text())
     except OSError:
         return None
-    targets = {role: (kind, value) for role, (kind, value) in fields["targets"].items()}
+    targets = {role: sign and (sign[0], sign[1]) for role, sign in fields["targets"].items()}
     return KillRequest(fields["request_id"], fields["reason"], targets)
 
 
@@ -157,8 +159,8 @@ class StackDumper:
             self._kill_if_hung(role, request, reports)
 
     def _kill_if_hung(self, role: SupervisedProcess, request: KillRequest, reports: RoleReports) -> None:
-        kind, value = request.targets[role.name]
-        if liveness_value(reports, role.name, kind) != value:
+        sign = request.targets[role.name]
+        if sign is not None and liveness_value(reports, role.name, sign[0]) != sign[1]:
             self.report(f"{role.name} has recovered and is not killed")
             return
         message = f"killing {role.name}: {request.reason}"

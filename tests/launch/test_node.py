@@ -310,7 +310,7 @@ def test_the_first_trainer_rank_to_stop_is_killed_when_all_wait(tmp_path: Path) 
         assert "no trainer rank for 2 s" in here.messages[0]
 
 
-def test_a_role_that_recovers_before_the_kill_is_not_killed_and_a_user_can_request_stacks(tmp_path: Path) -> None:
+def test_a_role_that_recovers_is_not_killed_unless_in_any_case_and_a_user_can_request_stacks(tmp_path: Path) -> None:
     with machine(tmp_path, "rollout.engines=1") as here:
         role = here.start_role("rollout-0", FOR_EVER)
         watchdog.request_stack_dump(here.config.run_folder, "for a test", {"rollout-0": ("progress", "an older mark")})
@@ -321,6 +321,11 @@ def test_a_role_that_recovers_before_the_kill_is_not_killed_and_a_user_can_reque
         assert role.process.poll() is None
         [browser] = psutil.Process(role.process.pid).children()
         assert browser.status() != psutil.STATUS_ZOMBIE
+        watchdog.request_stack_dump(
+            here.config.run_folder, "for a check", {"rollout-0": None}
+        )  # whether it hangs or not
+        here.watch_until(lambda: role.process.poll() == -signal.SIGKILL, "its end")
+        assert "killing rollout-0: for a check" in here.messages
 
 
 def test_no_request_of_an_earlier_launch_or_an_unreadable_folder_is_followed(tmp_path: Path) -> None:
