@@ -10,7 +10,7 @@
 # STEP_EXIT_SECONDS   limit for both steps to exit after the end of the job (default: 120)
 # GRACE_SECONDS       limit for the checkpoint after a signal (default: until 45 s before Slurm ends the job, at most 7200)
 # BROWSER_SERVER_PORT train_split.sh: port of the browser servers (default: 8700)
-# GPU_CHECK_OPTIONS   gpu_check.sh: options of `webrl check gpu`, such as "--section links"
+# GPU_CHECK_OPTIONS   gpu_check.sh: options of `webrl check gpu`, such as --quick or "--section links"
 # DRY_RUN             1: print each process with its node and command, and start nothing; needs no Slurm
 # STUB_COMMAND        command that replaces every trainer rank and rollout worker, on the same cores and devices
 if [ -n "${MODULES:-}" ] && ! type module >/dev/null 2>&1; then
@@ -306,19 +306,37 @@ run_evaluation() {
     run_processes rollout
 }
 
-# run_gpu_check CONFIG OVERRIDES: checks all nodes with each other, and the first one whole.
+# run_gpu_check CONFIG OVERRIDES: checks all nodes with each other, and the first one whole; then runs a short job as
+# run_job does, and adds it to the report.
 run_gpu_check() {
-    local node reports=()
+    local node reports=() checked report watcher outcome=0
     begin_job
+    requeue() { # not the check: what fails is a line of its report
+        log "$1"
+        exit 1
+    }
+    FIRST=${ALLOCATED[0]} STUB_ARGUMENTS=()
     # A stub: a package or model that is missing shall be a line of the report, not the end of the check.
-    SETTINGS=$(run_on "${ALLOCATED[0]}" node prepare "$@" run.name="gpu-check-$SLURM_JOB_ID" --stub-command none |
-        tail -n 1)
+    checked=$(run_on "$FIRST" node prepare "$@" run.name="gpu-check-$SLURM_JOB_ID" --stub-command none | tail -n 1)
+    SETTINGS=$checked report=$(dirname "$checked")/gpu-check.json
     log "configuration: $SETTINGS"
     check_nodes
-    for node in "${ALLOCATED[@]}"; do reports+=(--node-report "$(dirname "$SETTINGS")/nodes/$node.json"); done
+    for node in "${ALLOCATED[@]}"; do reports+=(--node-report "$(dirname "$checked")/nodes/$node.json"); done
     # shellcheck disable=SC2086  # several options
-    run_on "${ALLOCATED[0]}" check gpu "$SETTINGS" "${reports[@]}" --json "$(dirname "$SETTINGS")/gpu-check.json" \
-        ${GPU_CHECK_OPTIONS:-}
+    run_on "$FIRST" check gpu "$checked" "${reports[@]}" --json "$report" --job-file "${report%/*}/job.yaml" \
+        ${GPU_CHECK_OPTIONS:-} || outcome=$?
+    [ -e "${report%/*}/job.yaml" ] || return "$outcome"
+    if NODES=$(run_on "$FIRST" node choose "$checked" "${ALLOCATED[@]}") &&
+        SETTINGS=$(run_on "$FIRST" node prepare "${report%/*}/job.yaml" | tail -n 1); then
+        FIRST=${NODES%% *}
+        log "short job on $NODES: $SETTINGS"
+        run_on "$FIRST" check job "$SETTINGS" "$report" &
+        watcher=$!
+        (run_processes rollout trainer) || log "the short job failed"
+        wait "$watcher"
+    else
+        run_on "$FIRST" check job "${report%/*}/job.yaml" "$report"
+    fi
 }
 
 case ${CONTAINER:-} in

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import os
 import socket
@@ -16,7 +17,7 @@ from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.setting import ConfigError
 
 DEFAULT_CONFIG = "configs/tiny_1gpu.yaml"
-PARTS = ("installation", "model", "weights", "gpu", "node")
+PARTS = ("installation", "model", "weights", "gpu", "job", "node")
 MODEL_SIZES = {
     "tp": ("trainer.tensor_parallel", "Megatron's tensor-parallel size"),
     "pp": ("trainer.pipeline_parallel", "Megatron's pipeline-parallel size"),
@@ -31,6 +32,8 @@ MODEL_CHOICES = {
     "platform": ("model.platform", ("auto", "cpu", "cuda"), "device to compute on"),
 }
 """Options of `check model`, with the setting that each one makes."""
+REPORTED = ("platform", "sections", "quick", "timeout_seconds")
+"""Fields of GpuCheckRequest that the report of `check gpu` holds, for `check job`."""
 
 
 def add_check(commands: Any) -> None:
@@ -51,6 +54,10 @@ def add_check(commands: Any) -> None:
     part.add_argument("config", help="YAML file")
     part.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace those of the file")
     _add_gpu(parts)
+    part = parts.add_parser("job", help="watch the short job of `check gpu` that Slurm runs, and add it to the report")
+    part.add_argument("config", type=Path, help="what `check gpu --job-file` has written")
+    part.add_argument("report", type=Path, help="what `check gpu --json` has written")
+    part.set_defaults(run=_job)
     part = parts.add_parser("node", help="check a node of a job, and its network together with the other nodes")
     part.add_argument("config", type=Path, help="config.yaml in the run's folder, as `webrl node prepare` made it")
     part.add_argument("nodes", nargs="+", metavar="NODE", help="the nodes of the job, this one among them")
@@ -106,8 +113,9 @@ def _add_gpu(parts: Any) -> None:
     gpu = _add_part(
         parts, "gpu", "prove that a machine computes, sends weights and trains as it should", _gpu,
         description="Check this machine section by section: environment, the reports of the nodes of a Slurm job, "
-        "layers of the model on one GPU against transformers, links between its GPUs, and a short whole job. "
-        "docs/checking.md says what each line means.",
+        "layers of the model on one GPU against transformers, links between its GPUs, and a short whole job, which "
+        "survives a killed rank. On a Slurm cluster launch/slurm/gpu_check.sh runs it. docs/checking.md says what each "
+        "line means.",
         epilog="example: webrl check gpu configs/8b_1node.yaml --json gpu.json",
     )  # fmt: skip
     text = f"YAML file of the job (default: {DEFAULT_CONFIG})"
@@ -117,13 +125,17 @@ def _add_gpu(parts: Any) -> None:
     gpu.add_argument("--platform", choices=("auto", "cpu", "cuda"), default="auto", help=text)
     text = f"check only this section; may be repeated: {', '.join(SECTIONS)}"
     gpu.add_argument("--section", action="append", choices=tuple(SECTIONS), metavar="NAME", dest="sections", help=text)
-    limits = ", ".join(f"{seconds:g}" for _, seconds in SECTIONS.values())
-    text = f"limit of each section (default: their own: {limits})"
+    text = "in a few minutes: two random layers in model and job, and a job without checkpoint, kill and evaluation"
+    gpu.add_argument("--quick", action="store_true", help=text)
+    limits = ", ".join(f"{seconds:g}" for _, seconds in SECTIONS.values() if seconds)
+    text = f"limit of each section (default: {limits}; of the job: 6 * run.startup_timeout_seconds)"
     gpu.add_argument("--timeout-seconds", type=float, metavar="S", help=text)
     text = "least speed between two GPUs, GiB/s (default: half of the median of all pairs)"
     gpu.add_argument("--min-link-gib-per-second", type=float, default=0.0, metavar="X", help=text)
     text = "report of `webrl check node` to include; may be repeated"
     gpu.add_argument("--node-report", action="append", type=Path, default=[], metavar="FILE", help=text)
+    text = "write the configuration of the short job to FILE, for Slurm to run it"
+    gpu.add_argument("--job-file", type=Path, metavar="FILE", help=text)
 
 
 def _check_options(options: argparse.Namespace) -> None:
@@ -174,7 +186,7 @@ def _weights(options: argparse.Namespace) -> int:
 
 
 def _gpu(options: argparse.Namespace) -> int:
-    from megatron_webrl.checks.gpu import SECTIONS, check_gpu, choose_platform
+    from megatron_webrl.checks.gpu import SECTIONS, check_gpu, choose_platform, describe_pass
     from megatron_webrl.checks.report import GpuCheckRequest, make_console, report
 
     _check_options(options)
@@ -191,8 +203,23 @@ def _gpu(options: argparse.Namespace) -> int:
         timeout_seconds=options.timeout_seconds,
         min_link_gib_per_second=options.min_link_gib_per_second,
         node_reports=tuple(options.node_report),
+        quick=options.quick,
+        job_file=options.job_file,
     )
-    return report(check_gpu(request, console), options.json, platform=platform)
+    results, header = check_gpu(request, console), {name: getattr(request, name) for name in REPORTED}
+    follows = request.job_file is not None and request.job_file.exists()
+    return report(results, options.json, "" if follows else describe_pass(request), **header)
+
+
+def _job(options: argparse.Namespace) -> int:
+    from megatron_webrl.checks.gpu import check_gpu, describe_pass
+    from megatron_webrl.checks.report import GpuCheckRequest, make_console, read_results, report
+
+    fields = json.loads(options.report.read_text())
+    header = {name: fields[name] for name in REPORTED}
+    request = GpuCheckRequest(parse_config(options.config), **header)
+    lines = check_gpu(replace(request, sections=("job",), slurm_job=True), make_console())
+    return report([*read_results(options.report), *lines], options.report, describe_pass(request), **header)
 
 
 def _node(options: argparse.Namespace) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -13,21 +12,22 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_webrl.checks.processes import run_processes
-from megatron_webrl.checks.report import CheckResult, GpuCheckRequest, failed, skipped
+from megatron_webrl.checks.report import CheckResult, GpuCheckRequest, failed, read_results, skipped
+from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.trainer import TrainerConfig
 from megatron_webrl.placement.placement import place_processes
 
 SECTIONS: dict[str, tuple[str, float]] = {
-    "environment": ("gpu:check_environment", 300.0),
+    "environment": ("gpu:check_environment", 600.0),  # a cold file system reads 10 GB of packages
     "nodes": ("gpu:read_nodes", 60.0),
-    "model": ("gpu:check_layers", 900.0),
-    "links": ("network:check_links", 600.0),
-    "engine": ("jobs:check_job", 1200.0),
+    "model": ("gpu:check_layers", 1200.0),  # kernels are compiled
+    "links": ("network:check_links", 1200.0),  # 28 pairs of 8 GPUs, each in new processes
+    "job": ("jobs:check_job", 0.0),  # GpuCheckRequest.job_seconds
 }
 """Sections of `check gpu`: function and limit in seconds."""
-LAYERS = 4  # of the random model: one of them with full attention
-GPU_SECTIONS = ("model", "links", "engine")  # compute on GPUs, if the platform is CUDA
+LAYERS, QUICK_LAYERS = 4, 2  # of the random model; linear attention needs the 4, one of them with full attention
+GPU_SECTIONS = ("model", "links", "job")  # compute on GPUs, if the platform is CUDA
 
 
 def choose_platform(asked: str) -> tuple[str, str]:
@@ -47,15 +47,35 @@ def check_gpu(request: GpuCheckRequest, console: Console) -> list[CheckResult]:
             not_run = skipped if "environment" in request.sections else failed  # one line fails with the reason
             results.append(not_run(section, "all", request.cuda_problem))
             continue
-        function, seconds = SECTIONS[section]
+        function, limit = SECTIONS[section]
+        seconds = request.job_seconds if section == "job" else request.timeout_seconds or limit
         with console.status(f"{section} ..."):
-            [outcome] = run_processes(f"{__package__}.{function}", [request], request.timeout_seconds or seconds)
+            [outcome] = run_processes(f"{__package__}.{function}", [request], seconds)
         results += outcome.results
         if outcome.error:
             results.append(failed(section, "its process", f"{outcome.error} (--timeout-seconds sets the limit)"))
             console.print(outcome.log, markup=False, style="dim")
         console.print(f"{section}: {len(outcome.results)} checked", highlight=False, markup=False)
     return results
+
+
+def describe_pass(request: GpuCheckRequest) -> str:
+    """What a pass of these sections means, and what it does not mean, in one line."""
+    shown = {
+        "environment": "packages, driver and limits fit",
+        "nodes": "the nodes reach each other",
+        "model": f"Megatron computes {'two' if request.quick else 'four'} random layers as transformers does",
+        "links": "the GPUs of this machine reach each other",
+        "job": "a short job trains and updates its engines, which give tokens the trainer's log-probabilities"
+        + ("" if request.quick else ", survives a killed rank, resumes from a checkpoint and evaluates"),
+    }
+    not_shown = ["that a model learns", "that a job lasts for days", "that it is fast"]
+    not_shown += ["that the whole model fits and starts, or a checkpoint is written"] if request.quick else []
+    not_shown += ["anything of GPUs, as it ran on cores"] if request.platform == "cpu" else []
+    left = [section for section in SECTIONS if section not in request.sections]
+    not_shown += [f"what the sections left out check ({', '.join(left)})"] if left else []
+    means = "; ".join(shown[section] for section in request.sections)
+    return f"A pass means: {means}. It does not mean: {'; '.join(not_shown)}."
 
 
 def check_environment(request: GpuCheckRequest) -> Iterator[CheckResult]:
@@ -84,9 +104,7 @@ def read_nodes(request: GpuCheckRequest) -> Iterator[CheckResult]:
         yield skipped("nodes", "links between nodes", "submit launch/slurm/gpu_check.sh to two nodes")
     for path in request.node_reports:
         try:
-            for fields in json.loads(path.read_text())["results"]:
-                fields.pop("ratio")
-                each = CheckResult(**fields)
+            for each in read_results(path):
                 yield replace(each, section="nodes", name=f"{each.section}: {each.name}")
         except (OSError, ValueError, KeyError, TypeError) as error:
             yield failed("nodes", path.stem, f"{path} holds no report of a node: {type(error).__name__}: {error}")
@@ -99,7 +117,7 @@ def check_layers(request: GpuCheckRequest) -> Iterator[CheckResult]:
     kernels = {name: getattr(request.config.trainer, name) for name in ("layers", "attention", "merge_prefixes")}
     with tempfile.TemporaryDirectory(prefix="webrl-check-gpu-") as name:
         try:
-            write_layers(Path(request.config.model.path), Path(name) / "model", request.config.model.dtype)
+            write_layers(request.config, Path(name) / "model", QUICK_LAYERS if request.quick else LAYERS)
             model = replace(request.config.model, path=f"{name}/model", platform=request.platform)
             config = replace(request.config, model=model, trainer=TrainerConfig(**kernels))
             longest = min(4096, config.rollout.max_model_len)
@@ -109,25 +127,27 @@ def check_layers(request: GpuCheckRequest) -> Iterator[CheckResult]:
             yield failed("model", "layers", f"{error}; give a CONFIG whose model is here")
 
 
-def write_layers(source: Path, folder: Path, dtype: str) -> None:
-    """Write a random model with the configuration of `source`, but for the number of layers. Raises ConfigError."""
+def write_layers(job: Config, folder: Path, layers: int) -> None:
+    """Write a random model like that of `job`, but with so many layers if they suffice. Raises ConfigError."""
     import torch
     from safetensors.torch import save_file
 
     from megatron_webrl.model.hf_config import has_experts, has_linear_attention, load_hf_config, read_model_config
     from megatron_webrl.util import torchvision_shim
 
+    source = Path(job.model.path)
     description = read_model_config(source)
     torchvision_shim.install()
     from transformers import AutoModelForImageTextToText
 
     config = load_hf_config(source)
-    config.text_config.num_hidden_layers = min(LAYERS, config.text_config.num_hidden_layers)
     if has_linear_attention(description):
-        config.text_config.layer_types = config.text_config.layer_types[:LAYERS]
+        layers = max(layers, LAYERS)
+        config.text_config.layer_types = config.text_config.layer_types[:layers]
+    config.text_config.num_hidden_layers = min(layers, config.text_config.num_hidden_layers)
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors*", "*.bin*"))
     torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(config, dtype=getattr(torch, dtype))
+    model = AutoModelForImageTextToText.from_config(config, dtype=getattr(torch, job.model.dtype))
     model.save_pretrained(folder)
     if has_linear_attention(description) and has_experts(description):
         # transformers writes each expert alone, released folders one tensor for all.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections import Counter
@@ -46,13 +47,21 @@ class CheckResult:
 class GpuCheckRequest:
     """Options of `webrl check gpu`."""
 
-    config: Config  # of the machine (cluster.*) and of the job of the section "engine"
+    config: Config  # of the machine (cluster.*) and of the job that the section "job" shortens
     platform: str  # "cpu" or "cuda"
     sections: Sequence[str]
     cuda_problem: str = ""  # why torch cannot use the GPUs of this machine; fails the driver, skips GPU_SECTIONS
     timeout_seconds: float | None = None  # of each section; None: its own
     min_link_gib_per_second: float = 0.0  # least speed between two GPUs
     node_reports: Sequence[Path] = ()  # of `webrl check node`
+    quick: bool = False  # two random layers in model and job, and a job without checkpoint, kill and evaluation
+    job_file: Path | None = None  # to which the section "job" writes its configuration instead of running it
+    slurm_job: bool = False  # `config` is such a file, and Slurm runs the job
+
+    @property
+    def job_seconds(self) -> float:
+        """Limit of the short job: two starts, two checkpoints of 1.5 starts each, and as long as one for the rest."""
+        return self.timeout_seconds or 6 * self.config.run.startup_timeout_seconds
 
 
 class CheckFailed(RuntimeError):
@@ -86,11 +95,16 @@ def skipped(section: str, name: str, note: str) -> CheckResult:
 
 def make_console() -> Console:
     """Standard output, wide enough for the table where it is no terminal."""
-    return Console(width=None if sys.stdout.isatty() else 160)
+    # `srun --unbuffered` gives the output of a step a pseudo-terminal of 80 columns.
+    terminal = sys.stdout.isatty() and "SLURM_STEP_ID" not in os.environ
+    return Console() if terminal else Console(width=160, force_terminal=False)
 
 
-def report(results: Sequence[CheckResult], path: Path | None = None, **header: Any) -> int:
-    """Print the table and a summary; write all to the JSON file `path`. Returns 1 if a check failed. Raises OSError."""
+def report(results: Sequence[CheckResult], path: Path | None = None, meaning: str = "", **header: Any) -> int:
+    """Print the table, a summary and the `meaning` of a pass; write all to the JSON file `path`.
+
+    Returns 1 if a check failed. Raises OSError.
+    """
     console, table = make_console(), Table(box=box.SIMPLE_HEAD, padding=(0, 1))
     for column in ("section", "check", "", "value", "limit", "ratio", "unit", "note"):
         justify: Any = "right" if column in ("value", "limit", "ratio") else "left"
@@ -111,8 +125,10 @@ def report(results: Sequence[CheckResult], path: Path | None = None, **header: A
     console.print(table)
     console.print(summary_line(results), highlight=False, markup=False)
     if path is not None:
-        write_json(path, results, **header)
+        write_json(path, results, meaning=meaning, **header)
         console.print(f"report: {path}", highlight=False, markup=False, soft_wrap=True)
+    if meaning:
+        console.print(meaning, highlight=False, markup=False, soft_wrap=True)
     return int(any(each.status == "failed" for each in results))
 
 
@@ -121,6 +137,12 @@ def summary_line(results: Sequence[CheckResult]) -> str:
     by_status = Counter[str](each.status for each in results)
     names = "; ".join(f"{each.section}: {each.name}" for each in results if each.status == "failed")
     return ", ".join(f"{by_status[status]} {status}" for status in STYLES) + (f": {names}" if names else "")
+
+
+def read_results(path: Path) -> list[CheckResult]:
+    """The results in a JSON report. Raises OSError, ValueError, KeyError, TypeError for anything else."""
+    found = json.loads(path.read_text())["results"]
+    return [CheckResult(**{name: value for name, value in each.items() if name != "ratio"}) for each in found]
 
 
 def write_json(path: Path, results: Sequence[CheckResult], **header: Any) -> None:

@@ -130,6 +130,45 @@ def test_two_nodes_are_checked_with_each_other_and_reported(four: Cluster, tmp_p
     assert found["n2: link n1"]["unit"] == "GiB/s"
 
 
+@apart_only
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_gpu_check_runs_its_job_as_two_steps_on_both_nodes_and_kills_a_rank(
+    apart: Cluster, tmp_path: Path, tiny_model: Path
+) -> None:
+    """Slurm's steps start the job as any other one; the report is that of the section on one machine."""
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({**SETTINGS, "model": {"path": str(tiny_model)}}))
+    job = submit(
+        apart, tmp_path, "gpu_check.sh", *overrides(tmp_path, "ignored"),
+        "cluster.nodes=2", "trainer.data_parallel=2", "rollout.engines=2", "ring.capacity_mib=128",
+        options=("--nodes=2", "--gpus-per-node=0"), CONFIG=str(tmp_path / "config.yaml"), MLFLOW_TRACKING_URI="",
+        GPU_CHECK_OPTIONS="--platform cpu --section nodes --section job",
+    )  # fmt: skip
+    assert apart.wait(job, 1000) == "COMPLETED", log(tmp_path)
+    report = json.loads((tmp_path / f"gpu-check-{job}" / "gpu-check.json").read_text())
+    found = {each["name"]: each for each in report["results"]}
+    assert {each["section"] for each in report["results"]} == {"nodes", "job"}
+    assert {each["status"] for each in report["results"]} == {"passed"}
+    assert found["restarts after trainer-1 was killed"]["value"] == found["starts from a checkpoint"]["value"] == 1
+    assert log(tmp_path).strip().splitlines()[-1] == report["meaning"]
+    assert "started trainer-1" in log(tmp_path)
+    started = {event.role: event for event in events.read_events(tmp_path / f"gpu-check-{job}-check")}
+    assert {role: started[role].host for role in ("trainer-1", "rollout-1")} == {"trainer-1": "n2", "rollout-1": "n2"}
+
+
+@pytest.mark.slow
+def test_a_gpu_check_whose_job_cannot_start_says_so_in_its_report(four: Cluster, tmp_path: Path) -> None:
+    job = submit(
+        four, tmp_path, "gpu_check.sh", *overrides(tmp_path, "ignored"),
+        "cluster.nodes=2", "trainer.data_parallel=2", "rollout.engines=2", options=("--nodes=1", "--gpus-per-node=0"),
+        CONFIG="configs/quickstart.yaml", MLFLOW_TRACKING_URI="", GPU_CHECK_OPTIONS="--platform cpu --section job",
+    )  # fmt: skip
+    assert four.wait(job, 400) == "FAILED", log(tmp_path)
+    report = json.loads((tmp_path / f"gpu-check-{job}" / "gpu-check.json").read_text())
+    assert "job: a whole job" in report["summary"]
+    assert "cluster.nodes=2, but the job has 1 nodes" in log(tmp_path)
+
+
 @pytest.mark.slow
 def test_a_job_excludes_a_bad_node(tmp_path: Path) -> None:
     """No browser starts on n2. With a third node the job runs without n2; with two nodes it fails with the reason."""
