@@ -17,7 +17,9 @@ from tests.waiting import until, write_program
 SRUN = """printf '%q ' "$@" >>"$CALLS"; echo >>"$CALLS"
 case " $* " in
     *" node ${DIES_AT:-none} "*) exit "$CODE" ;;
-    *" node prepare "*) echo runs/contained/config.yaml ;;
+    *" node prepare "*) echo "${FOLDER:-runs/contained}/config.yaml" ;;
+    *" check gpu "*) touch "$FOLDER/job.yaml" ;;
+    *" check job "*) exit "$JUDGED" ;;
     *" node choose "*) echo n1 n2 ;;
     *" node control "*) while [ ! -e "$CALLS.stop" ]; do sleep 0.05; done; exit 75 ;;
     *" node stop "*"--lost"*)
@@ -118,3 +120,18 @@ def test_a_job_whose_browsers_all_end_is_requeued(tmp_path: Path, environment: d
     stops = [call for call in calls(tmp_path) if "stop" in call]
     assert len(stops) == 2
     assert stops[-1][-2:] == ["--lost", "all browser servers ended"]
+
+
+def test_a_gpu_check_whose_job_is_lost_or_cannot_start_is_judged_and_not_requeued(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    (tmp_path / "calls.stop").touch()  # the control service ends at once, as if pre-empted
+    given = environment | {"FOLDER": str(tmp_path), "CODE": "76"}
+    for dies_at, judged, config in (("none", "1", "config.yaml"), ("choose", "0", "job.yaml")):
+        (tmp_path / "calls").write_text("")
+        assert run("gpu_check.sh", given | {"DIES_AT": dies_at, "JUDGED": judged}) == int(judged)
+        found = [call[call.index("megatron_webrl") + 1 :] for call in calls(tmp_path)]
+        assert ["check", "job", f"{tmp_path}/{config}", f"{tmp_path}/gpu-check.json"] in found
+        started = {"trainer", "rollout"} & {call[1] for call in found}
+        assert started == ({"trainer", "rollout"} if dies_at == "none" else set())
+    assert not (tmp_path / "calls.requeued").exists()
