@@ -25,6 +25,9 @@ def check_text_options(folder: str | Path, text: Any) -> None:
         ("attention_dropout", text.attention_dropout, 0),
         ("hidden_act", text.hidden_act, "silu"),
         ("rope_type", rope["rope_type"], "default"),
+        # Of these two, transformers and Megatron compute True in any case, vLLM what the folder says.
+        ("mrope_interleaved", rope.get("mrope_interleaved", False), True),
+        ("norm_topk_prob", getattr(text, "norm_topk_prob", True), True),
     ):
         if value != supported:
             raise ValueError(f"{folder}: text_config.{name}={value!r} is not supported; only {supported!r} is")

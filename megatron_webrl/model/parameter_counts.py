@@ -66,7 +66,12 @@ def config_sections(name: str) -> dict[str, Any]:
         "head_dim": 128,
         "vocab_size": 151936,
         "max_position_embeddings": 262144,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20]},
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 5e6,
+            "mrope_section": [24, 20, 20],
+            "mrope_interleaved": True,
+        },
         "tie_word_embeddings": tied,
     }
     sparse = "num_experts" in text

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron_webrl.model.parameter_map import has_linear_attention
 from megatron_webrl.model.vision_language.packed_input import PackedInput
 from megatron_webrl.model.vision_language.rope import mrope_position_ids
 from megatron_webrl.util import torchvision_shim
@@ -62,6 +63,7 @@ def configuration(shape: Shape) -> Any:
         "max_position_embeddings": shape.window,
     }
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5]}
+    rope["mrope_interleaved"] = True
     vision: dict[str, Any] = {
         "depth": 4,
         "hidden_size": 48,
@@ -108,26 +110,33 @@ def _transformers_class(shape: Shape, kind: str) -> Any:
     return getattr(transformers, f"Qwen3{'_5' if shape.is_linear else 'VL'}{'Moe' if shape.experts else ''}{kind}")
 
 
+def randomise(name: str, parameter: Tensor, inputs: int, config: Any) -> None:
+    """Fill a parameter that sums over `inputs` so that activations and logits are of size one."""
+    is_linear, tie = has_linear_attention(config.text_config), config.tie_word_embeddings
+    with torch.no_grad():
+        if parameter.dim() > 1:
+            embedding = "embed" in name and "patch" not in name and (is_linear or not tie)
+            parameter.normal_(std=1.0 if embedding else inputs**-0.5)
+        elif name.endswith("bias"):
+            parameter.normal_(std=0.1)
+        elif not is_linear or "language_model" not in name or "linear_attn.norm" in name:
+            parameter.normal_(mean=1.0, std=0.2)
+        elif name == "model.language_model.norm.weight" and tie:
+            # The output layer is the embedding of size one.
+            parameter.normal_(mean=config.text_config.hidden_size**-0.5 - 1.0, std=0.02)
+        elif name.endswith("A_log"):
+            parameter.normal_(mean=-2.0, std=0.2)  # a state lasts for about ten tokens
+        else:
+            parameter.normal_(std=0.2)  # added to one
+
+
 def write_model(folder: Path, shape: Shape, seed: int) -> Any:
     """Save a random model whose activations and logits are of size one, and return it."""
     torch.manual_seed(seed)
     model = _transformers_class(shape, "ForConditionalGeneration")(configuration(shape)).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() > 1:
-                embedding = "embed" in name and "patch" not in name and (shape.is_linear or not shape.tie)
-                inputs = parameter.shape[-1] if "experts" in name else parameter[0].numel()
-                parameter.normal_(std=1.0 if embedding else inputs**-0.5)
-            elif name.endswith("bias"):
-                parameter.normal_(std=0.1)
-            elif not shape.is_linear or "language_model" not in name or "linear_attn.norm" in name:
-                parameter.normal_(mean=1.0, std=0.2)
-            elif name == "model.language_model.norm.weight" and shape.tie:
-                parameter.normal_(mean=64**-0.5 - 1.0, std=0.02)  # the output layer is the embedding of size one
-            elif name.endswith("A_log"):
-                parameter.normal_(mean=-2.0, std=0.2)  # a state lasts for about ten tokens
-            else:
-                parameter.normal_(std=0.2)  # added to one
+    for name, parameter in model.named_parameters():
+        inputs = parameter.shape[-1] if "experts" in name else parameter[0].numel()
+        randomise(name, parameter, inputs, model.config)
     model.save_pretrained(folder)
     if shape.is_linear and shape.experts:  # transformers writes each expert alone, released folders one tensor for all
         tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}

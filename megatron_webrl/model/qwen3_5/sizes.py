@@ -42,6 +42,7 @@ def config_sections(name: str, small_vision: dict[str, Any], vision: dict[str, A
             "rope_theta": 1e7,
             "partial_rotary_factor": 0.25,
             "mrope_section": [11, 11, 10],
+            "mrope_interleaved": True,
         },
         "tie_word_embeddings": tied,
     }

@@ -98,12 +98,17 @@ def test_unreadable_files_and_folders_are_refused_by_file(models: Path, tmp_path
     refuse(cut.parent, r"holds neither model\.safetensors nor")
 
 
+ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5]}
+
+
 @pytest.mark.parametrize(
     ("part", "setting", "value", "message"),
     [
         ("text_config", "attention_bias", True, "attention_bias=True"),
         ("text_config", "hidden_act", "gelu", "hidden_act='gelu'"),
         ("text_config", "head_dim", 64, r"mrope_section=.*32"),
+        ("text_config", "rope_parameters", ROPE, "mrope_interleaved=False"),
+        ("text_config", "norm_topk_prob", False, "norm_topk_prob=False"),
         (None, "model_type", "qwen2_vl", "model_type='qwen2_vl'; only qwen3_vl, qwen3_vl_moe, qwen3_5, qwen3_5_moe"),
     ],
 )
