@@ -31,7 +31,7 @@ from megatron_webrl.model.processor import Processor
 from megatron_webrl.model.vision_language import swiglu, vision
 from megatron_webrl.model.vision_language.compilation import compilation_problem
 from megatron_webrl.model.vision_language.model import VisionLanguageModel
-from megatron_webrl.model.vision_language.routing_replay import replays_routing
+from megatron_webrl.model.vision_language.routing_replay import replay_obstacle, replays_routing
 from megatron_webrl.placement.memory_estimate import choose_recompute, image_buffer_mib
 from megatron_webrl.placement.placement import RankInfo
 from megatron_webrl.ring.ring import NodeRing
@@ -234,6 +234,8 @@ def make_sequence_packer(
     """Make this rank's sequence packer. The process groups must exist. `image_cache`: that of the exchange."""
     trainer, processor, wait_timer = config.trainer, Processor.load(config.model.path), WaitTimer(timeline)
     image_rank = parallel.image_rank()
+    if (obstacle := replay_obstacle(config)) and torch.distributed.get_rank() == 0:
+        log.warning("the experts of the engine are not replayed, tokens may pass through others: %s", obstacle)
     return SequencePacker(
         processor=processor,
         max_tokens=trainer.tokens_per_microbatch,

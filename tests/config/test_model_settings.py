@@ -18,6 +18,7 @@ from megatron_webrl.model.vision_language.routing_replay import (
     MODEL_RUNNER,
     check_routing_replay,
     records_experts,
+    replay_obstacle,
     replays_routing,
 )
 from megatron_webrl.placement.memory_estimate import check_parallel_layout
@@ -125,4 +126,6 @@ def test_on_a_gpu_vllm_chooses_the_model_runner_and_on_the_cpu_it_is_the_one_tha
             monkeypatch.setenv(MODEL_RUNNER, given)
         config.model.platform = platform
         assert engine_environment(config).get(MODEL_RUNNER) == chosen
-        assert replays_routing(config) == replays
+        assert (replays_routing(config), not replay_obstacle(config)) == (replays, replays)
+    config.trainer.routing_replay = "off"
+    assert not replay_obstacle(config)  # nobody asked for it

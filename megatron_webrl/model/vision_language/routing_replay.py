@@ -16,11 +16,18 @@ MODEL_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 def replays_routing(config: Config) -> bool:
     """Whether the trainer sends tokens to the experts that the engine chose."""
     setting = config.trainer.routing_replay
-    if setting != "auto" or not has_experts(read_model_config(config.model.path)):
+    if setting != "auto":
         return setting == "on"
+    return has_experts(read_model_config(config.model.path)) and not replay_obstacle(config)
+
+
+def replay_obstacle(config: Config) -> str:
+    """Why a mixture of experts trains without replay although trainer.routing_replay=auto; empty: it does not."""
+    if config.trainer.routing_replay != "auto" or not has_experts(read_model_config(config.model.path)):
+        return ""
     from megatron_webrl.model.platform import selects_cuda
 
-    return not _recording_obstacle(config, cpu=not selects_cuda(config.model.platform))
+    return _recording_obstacle(config, cpu=not selects_cuda(config.model.platform))
 
 
 def records_experts(config: Config) -> bool:
