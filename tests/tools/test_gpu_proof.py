@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 HEAD = "# - Engines of two GPUs: the weights are 20 GiB, with room for contexts.\nrun: {}\n"
 GOOD = {
     "ranks": 2, "parameters": 10, "gib": 10.0, "engine_gib": 20.4, "predicted_gib": 10.0, "cache_bytes": 64,
-    "predicted_cache_bytes": 64.0, "requests": 32, "graphs": [1, 2, 32],
+    "predicted_cache_bytes": 64.0, "requests": 32, "graphs": [1, 2, 32], "runner": "V2",
 }  # fmt: skip
 
 
@@ -32,6 +32,7 @@ GOOD = {
         ({"gib": 10.1}, "GiB of the largest rank: 10.1, predicted 10"),
         ({"cache_bytes": 128}, "bytes of a token in the KV cache: 128, predicted 64"),
         ({"engine_gib": 25.0}, "GiB of weights by the head of the file: 25, predicted 20"),
+        ({"runner": "V1"}, "takes model runner V1"),
         ({"reloaded": 3}, "cannot write 3 parameters in place"),
         ({"graphs": [1, 16]}, "no graph for 32 requests"),
         ({"graphs": []}, "no graph for 32 requests"),

@@ -183,10 +183,10 @@ def _score(model: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 def main() -> None:
     """Measure each type and print a table."""
-    model_runner.select_v2()  # V1 records no experts
     parser = make_bench_parser(__doc__)
     parser.add_argument("--dtype", action="append", choices=DTYPES)
     arguments = parser.parse_args()
+    model_runner.select_v2()  # V1 records no experts
     results = []
     for dtype in arguments.dtype or DTYPES:
         with tempfile.TemporaryDirectory(prefix="webrl-replay-") as folder:

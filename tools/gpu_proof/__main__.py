@@ -184,11 +184,13 @@ def judge_engine(engine: dict[str, Any], head: str) -> CheckResult:
         problems.append(f"an update cannot write {engine['reloaded']} parameters in place")
     if max(engine["graphs"], default=0) < engine["requests"]:
         problems.append(f"no graph for {engine['requests']} requests: {engine['graphs']}")
+    if engine["runner"] != "V2" and not engine["error"]:
+        problems.append(f"vLLM takes model runner {engine['runner']}, not V2")
     section = f"engines, {engine['card']}"
     if problems:
         return failed(section, engine["config"], "; ".join(problems))
     text = (
-        f"runner {engine['runner']}, {engine['batch_tokens']} tokens a step, {len(engine['graphs'])} graphs "
+        f"{engine['batch_tokens']} tokens a step, {len(engine['graphs'])} graphs "
         f"({engine['graph_mode']}), {', '.join(engine['backends'])}"
     )
     value = f"{engine['ranks']} x {engine['gib']:.1f} GiB"
