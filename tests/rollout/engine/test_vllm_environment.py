@@ -72,7 +72,11 @@ def test_governed_arguments_exist_and_no_other_is_set(config: Config) -> None:
     ours, default = engine_arguments(config, 1, 2, span), AsyncEngineArgs(model=config.model.path)
     changed = {f.name for f in fields(ours) if getattr(ours, f.name) != getattr(default, f.name)}
     assert len(changed) > 15
-    assert changed - governed == {"enable_prefix_caching"}
+    assert changed - governed == {"enable_prefix_caching", "moe_backend", "gdn_prefill_backend"}
+    assert (ours.moe_backend, ours.gdn_prefill_backend) == ("triton", "triton")
+    config.rollout.engine_options = {"moe_backend": "auto", "gdn_prefill_backend": "flashinfer"}
+    other = engine_arguments(config, 1, 2, span)
+    assert (other.moe_backend, other.gdn_prefill_backend) == ("auto", "flashinfer")
 
 
 def test_engine_options_reach_vllm_and_replace_defaults(config: Config) -> None:
