@@ -48,6 +48,9 @@ def test_files_of_two_installed_packages_are_found(tmp_path: Path) -> None:
         (folder := tmp_path / f"{name}-1.0.dist-info").mkdir()
         (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
         (folder / "RECORD").write_text("".join(f"{file},,\n" for file in [*files, "a/__pycache__/x.pyc"]))
+        for path in (tmp_path / file for file in files):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
     assert {name: sorted(owners) for name, owners in files_of_two(tmp_path).items()} == {"b.py": ["one", "two"]}
 
 
