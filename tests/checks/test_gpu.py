@@ -72,7 +72,7 @@ def test_the_short_job_survives_a_killed_rank_on_the_cpu(tmp_path: Path) -> None
     assert not list((tmp_path / "tiny_1gpu-check").glob("checkpoints/*"))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_a_quick_check_trains_two_random_layers(tmp_path: Path) -> None:
     sections = ("--quick", "--section", "model", "--section", "job")

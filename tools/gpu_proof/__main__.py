@@ -43,7 +43,7 @@ MODULES = (
 """What trainer and engine import, each in a process of its own."""
 SHARED = {"build_backend.py"}  # a script that two builds left in their wheels, and that nothing imports
 TESTS = {
-    "transfers": ("tests/weights/test_nccl_order.py", "-m", "not soak"),
+    "transfers": ("tests/weights/test_nccl_order.py", "-m", ""),
     "runner": ("--v2", "--timeout=1800"),
 }
 PARTS = ("lock", "engines", *TESTS)
