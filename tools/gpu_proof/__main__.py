@@ -168,7 +168,9 @@ def check_engines(
 
 def judge_engine(engine: dict[str, Any], head: str) -> CheckResult:
     """Failed with every reason, or what vLLM made of the configuration. `head`: text of its file."""
-    problems = [engine["error"]] if engine["error"] else []
+    section, problems = f"engines, {engine['card']}", list[str]()
+    if engine["error"]:
+        return failed(section, engine["config"], engine["error"])
     promised = re.search(r"^# - .*?[Ee]ngine.*weights (?:are|take|of) (\d+) GiB", head, re.MULTILINE)
     weights = float(promised[1]) if promised else 0.0
     for name, found, wanted, error in (
@@ -182,9 +184,8 @@ def judge_engine(engine: dict[str, Any], head: str) -> CheckResult:
         problems.append(f"an update cannot write {engine['reloaded']} parameters in place")
     if max(engine["graphs"], default=0) < engine["requests"]:
         problems.append(f"no graph for {engine['requests']} requests: {engine['graphs']}")
-    if engine["runner"] != "V2" and not engine["error"]:
+    if engine["runner"] != "V2":
         problems.append(f"vLLM takes model runner {engine['runner']}, not V2")
-    section = f"engines, {engine['card']}"
     if problems:
         return failed(section, engine["config"], "; ".join(problems))
     text = (
