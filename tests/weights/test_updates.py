@@ -64,7 +64,7 @@ async def test_a_2x2_trainer_updates_engines_of_one_and_two_ranks(tmp_path: Path
     if kind == "hybrid":  # vLLM computes linear attention in bfloat16, whose errors grow with the weights
         config.rollout.dtype, scale = "bfloat16", 0.005
     if model_runner.is_v2():  # a step takes some 20 times as long in Triton's interpreter
-        config.rollout.max_new_tokens = 20
+        config.rollout.max_new_tokens, config.rollout.operation_timeout_seconds = 20, 300.0
     largest, mean = TOLERANCE[config.engine_dtype]
     folders = changed_folders(tmp_path, model, 3, scale)
     stage = Stage(tmp_path, config)
