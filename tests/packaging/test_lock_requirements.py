@@ -18,6 +18,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tools.gpu_proof.__main__ import SHARED
+
 ROOT = Path(__file__).parents[2]
 LOCKS = [f"requirements/{platform}-py{python}.txt" for python in ("311", "312") for platform in ("cpu", "gpu")]
 
@@ -124,8 +126,7 @@ def files_with_two_owners(requirements: Iterable[str], python: str, folder: Path
 def test_no_two_wheels_of_a_gpu_lock_own_one_file(python: str, tmp_path: Path) -> None:
     lock = ROOT / "requirements" / f"gpu-py{python.replace('.', '')}.txt"
     shared = files_with_two_owners(lock.read_text().splitlines(), python, tmp_path)
-    # A script of their builds that both left in their wheels, and that nothing imports.
-    assert shared.keys() <= {"build_backend.py"}, shared
+    assert shared.keys() <= SHARED, shared
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from tools.gpu_proof.engines import Engine
 ROOT = Path(__file__).parents[2]
 HEAD = "# - Engines of two GPUs: the weights are 20 GiB, with room for contexts.\nrun: {}\n"
 GOOD = {
-    "ranks": 2, "parameters": 10, "gib": 10.0, "engine_gib": 20.4, "predicted_gib": 10.0, "cache_bytes": 64,
+    "ranks": 2, "gib": 10.0, "engine_gib": 20.4, "predicted_gib": 10.0, "cache_bytes": 64,
     "predicted_cache_bytes": 64.0, "requests": 32, "graphs": [1, 2, 32], "runner": "V2",
 }  # fmt: skip
 

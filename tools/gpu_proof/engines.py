@@ -41,14 +41,12 @@ class Engine:
     config: str
     card: str
     ranks: int = 0
-    parameters: int = 0  # of all ranks; names and loading shapes equal the engine map's
-    reloaded: int = 0  # of them, those that an update cannot write in place
+    reloaded: int = 0  # parameters of all ranks that an update cannot write in place
     gib: float = 0.0  # of the parameters of the largest rank
     engine_gib: float = 0.0  # of all ranks
     predicted_gib: float = 0.0  # of the largest rank, by `webrl placement --memory`
     cache_bytes: int = 0  # of one token in the KV cache of the rank with the most
     predicted_cache_bytes: float = 0.0  # 0: not predicted by the token, as for linear attention
-    state_bytes: int = 0  # of one request in layers of linear attention
     runner: str = ""  # V1 or V2
     requests: int = 0  # at a time, at most
     graphs: list[int] = field(default_factory=list)  # numbers of tokens of the decode graphs
@@ -121,7 +119,7 @@ def _add_rank(config: Config, vllm_config: Any, rank: int, engine: Engine, backe
     import torch
     from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
     from vllm.utils.torch_utils import set_default_torch_dtype
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     from megatron_webrl.weights.engine_map import EngineSizes, check_engine_sizes, engine_parameter_shapes
     from megatron_webrl.weights.vllm_target import ModelTarget
@@ -134,10 +132,8 @@ def _add_rank(config: Config, vllm_config: Any, rank: int, engine: Engine, backe
         process_weights_after_loading(model, vllm_config.model_config, torch.device("meta"))
     expected = engine_parameter_shapes(hf_config, sizes, rank)
     target = ModelTarget(model, vllm_config, torch.device("meta"), expected)  # ValueError if they differ
-    paths = list(target.load_paths().values())
     engine.ranks += 1
-    engine.parameters += len(paths)
-    engine.reloaded += paths.count("reload")
+    engine.reloaded += list(target.load_paths().values()).count("reload")
     gib = sum(target.bytes_by_load_path().values()) / 2**30
     engine.gib, engine.engine_gib = max(engine.gib, gib), engine.engine_gib + gib
     specs = [
@@ -145,8 +141,6 @@ def _add_rank(config: Config, vllm_config: Any, rank: int, engine: Engine, backe
     ]
     caches = [spec for spec in specs if isinstance(spec, FullAttentionSpec)]
     engine.cache_bytes = max(engine.cache_bytes, sum(spec.real_page_size_bytes // spec.block_size for spec in caches))
-    states = sum(spec.page_size_bytes for spec in specs if isinstance(spec, MambaSpec))
-    engine.state_bytes = max(engine.state_bytes, states)
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         for part in (getattr(module, "impl", None), getattr(method, "unquantized_backend", None)):

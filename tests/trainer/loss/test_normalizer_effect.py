@@ -1,7 +1,7 @@
 """What the loss normaliser does to the length of failures, with a tabular agent and the project's own loss functions.
 
 Half of the pages take WORK steps of work, after which submitting succeeds; on the others nothing helps, which the agent
-can tell. At each step the agent works, dithers or submits; its policy is a table of
+can tell. At each step the agent works, stalls or submits; its policy is a table of
 logits by state. An episode that reaches the horizon is a failure. Since E[f grad log p] = grad E[f], a weight 1/|tau|
 on failures of equal advantage A < 0 ascends E[A/|tau|]: it makes failures longer where the agent chooses when to end. A
 constant weight leaves their length alone.
