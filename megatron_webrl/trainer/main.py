@@ -146,11 +146,12 @@ def _initial_state(checkpoint: Path | None) -> TrainerState:
     return replace(state, restart_epoch=state.restart_epoch + 1)
 
 
-def load_model(config: Config, platform: Platform, with_weights: bool = True) -> list[Any]:
+def load_model(config: Config, platform: Platform, with_weights: bool = True, trainable: bool = True) -> list[Any]:
     """The model's chunks in DistributedDataParallel, one per virtual pipeline stage of this rank. Collective.
 
     Weights are read from storage by the first data-parallel replica and broadcast to the others; without `with_weights`
-    they are arbitrary until a checkpoint is loaded. Raises LoadError or CheckpointError on every rank.
+    they are arbitrary until a checkpoint is loaded. Parameters that are not `trainable` have no buffers of gradients, 4
+    bytes each. Raises LoadError or CheckpointError on every rank.
     """
     started, options = time.monotonic(), compute_options(config, platform)
     chunks = build_model(
@@ -158,6 +159,8 @@ def load_model(config: Config, platform: Platform, with_weights: bool = True) ->
     )
     if with_weights and not config.model.checkpoint:
         _load_first_replicas(chunks, config.model.path)
+    for chunk in chunks if not trainable else ():
+        chunk.requires_grad_(False)
     wrapped: list[Any] = wrap_ddp(chunks)  # broadcasts the parameters
     if with_weights and config.model.checkpoint:
         load_weights(Path(config.model.checkpoint), wrapped)

@@ -24,7 +24,7 @@ def run(config: Config, control: ControlClient, rank: RankInfo, node_ring: NodeR
     control.start_heartbeat()
     control.report_status("loading the model")
     platform = parallel.initialize(config, rank, control, f"{node_ring.job_id}/weight_sync_check")
-    models = [chunk.module for chunk in load_model(config, platform)]
+    models = [chunk.module for chunk in load_model(config, platform, trainable=False)]
     control.report_status("waiting for the engines")
     weight_syncer = WeightSyncer(models, config, control, platform)
     transfers = []
