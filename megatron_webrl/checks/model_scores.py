@@ -29,8 +29,6 @@ from megatron_webrl.rollout.engine import vllm_environment
 from megatron_webrl.trainer.data.batching import TrainingSample
 from megatron_webrl.util import torchvision_shim
 
-SPARE_TOKENS = 64  # KV cache room beyond the longest sample, as the cache is allocated in blocks
-
 
 @dataclass(frozen=True)
 class ScoringJob:
@@ -232,8 +230,10 @@ def score_vllm(job: ScoringJob) -> Iterator[Scores]:
     text = read_model_config(config.model.path)["text_config"]
     width = text["num_hidden_layers"] * text["num_key_value_heads"] * text["head_dim"]
     token_bytes = 2 * width * (4 if config.model.dtype == "float32" else 2)  # of the KV cache
-    # By default vLLM's CPU build takes nearly all memory of the machine.
-    memory: dict[str, Any] = {"kv_cache_memory_bytes": 2 * (job.longest + SPARE_TOKENS) * token_bytes}
+    # By default vLLM's CPU build takes nearly all memory of the machine. The room beyond the longest sample is that of
+    # blocks, and of the states of linear attention.
+    room = vllm_environment.CPU_KV_CACHE_MIB * 2**20
+    memory: dict[str, Any] = {"kv_cache_memory_bytes": room + 2 * job.longest * token_bytes}
     if vllm_environment.on_cuda(config):
         memory = {"gpu_memory_utilization": config.rollout.gpu_memory_utilization}
     llm = LLM(
