@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from tools.gpu_proof import fake_gpu
-from tools.gpu_proof.__main__ import files_of_two, judge_engine, released_configs
+from tools.gpu_proof.__main__ import check_lock, files_of_two, judge_engine, released_configs, run
 from tools.gpu_proof.engines import Engine
 
 ROOT = Path(__file__).parents[2]
 HEAD = "# - Engines of two GPUs: the weights are 20 GiB, with room for contexts.\nrun: {}\n"
 GOOD = {
     "ranks": 2, "gib": 10.0, "engine_gib": 20.4, "predicted_gib": 10.0, "cache_bytes": 64,
-    "predicted_cache_bytes": 64.0, "requests": 32, "graphs": [1, 2, 32], "runner": "V2",
+    "predicted_cache_bytes": 64.0, "requests": 32, "gpu_gib": 80.0, "graphs": [1, 2, 32], "runner": "V2",
 }  # fmt: skip
 
 
@@ -36,6 +36,7 @@ GOOD = {
         ({"reloaded": 3}, "cannot write 3 parameters in place"),
         ({"graphs": [1, 16]}, "no graph for 32 requests"),
         ({"graphs": []}, "no graph for 32 requests"),
+        ({"gpu_gib": 141.0}, "cluster.gpu_gib=141, but the card has 80 GiB"),
     ],
 )
 def test_an_engine_is_compared_with_the_estimate_and_the_head_of_its_file(changed: dict[str, Any], reason: str) -> None:
@@ -52,6 +53,23 @@ def test_files_of_two_installed_packages_are_found(tmp_path: Path) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
     assert {name: sorted(owners) for name, owners in files_of_two(tmp_path).items()} == {"b.py": ["one", "two"]}
+
+
+def test_a_pin_that_is_not_installed_is_named(tmp_path: Path) -> None:
+    (folder := tmp_path / "Some_Thing-1.0.dist-info").mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: Some_Thing\nVersion: 1.0\n")
+    (lock := tmp_path / "lock.txt").write_text("some-thing==1.0\nother==2 ; python_version > '3'\n")
+    pins, owners = check_lock("lock", lock, tmp_path)
+    assert (pins.value, pins.note, pins.status, owners.status) == (1, "other==2", "failed", "passed")
+
+
+def test_the_output_of_a_command_is_read_until_it_fails_or_its_time_is_over(tmp_path: Path) -> None:
+    lines = []
+    failing, slow = ("echo a; exit 3", 60, "a"), ("echo b; sleep 60 & sleep 60", 1, "no end within 1 s")
+    for script, seconds, reason in (failing, slow):
+        with pytest.raises(RuntimeError, match=reason):
+            lines.extend(run(["bash", "-c", script], seconds))
+    assert [*lines, *run(["echo", "c"], 60)] == ["a\n", "b\n", "c\n"]
 
 
 def test_every_configuration_of_a_released_model_is_proven() -> None:

@@ -2,7 +2,8 @@
 
     python -m tools.gpu_proof.engines CARD FOLDER CONFIG...
 
-with the variables of `fake_gpu.environment`. It prints a JSON list of `Engine`; FOLDER gets the models' config.json.
+with the variables of `fake_gpu.environment`. It prints a line with an `Engine` as JSON for each; FOLDER gets the
+models' config.json.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from unittest import mock
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.model import parameter_counts
-from megatron_webrl.placement.memory_estimate import estimate_memory
+from megatron_webrl.placement.memory_estimate import check_memory, estimate_memory
 from tools.gpu_proof import fake_gpu
 
+ENGINE_LINE = "engine: "  # begins a line of output
 CLASSES = {
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
     "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
@@ -40,6 +42,7 @@ class Engine:
 
     config: str
     card: str
+    gpu_gib: float = 0.0  # by cluster.gpu_gib
     ranks: int = 0
     reloaded: int = 0  # parameters of all ranks that an update cannot write in place
     gib: float = 0.0  # of the parameters of the largest rank
@@ -63,8 +66,9 @@ def main() -> None:
     parser.add_argument("configs", nargs="+", type=Path)
     options = parser.parse_args()
     fake_gpu.install(fake_gpu.CARDS[options.card])
-    found = [build(path, options.card, options.folder) for path in options.configs]
-    sys.stdout.write(json.dumps([asdict(engine) for engine in found]) + "\n")
+    for path in options.configs:
+        sys.stdout.write(f"{ENGINE_LINE}{json.dumps(asdict(build(path, options.card, options.folder)))}\n")
+        sys.stdout.flush()
 
 
 def build(path: Path, card: str, folder: Path) -> Engine:
@@ -72,8 +76,10 @@ def build(path: Path, card: str, folder: Path) -> Engine:
     engine = Engine(path.stem, card)
     try:
         config = parse_config(path, ["model.platform=cuda"])
+        engine.gpu_gib = config.cluster.gpu_gib
         if size := parameter_counts.size_from_path(config.model.path):
             estimate = estimate_memory(config, parameter_counts.config_sections(size))
+            check_memory(config, estimate)
             engine.predicted_gib = estimate.engine.parameters / 2**30
             if size not in parameter_counts.QWEN3_5_NAMES:
                 engine.predicted_cache_bytes = estimate.engine.kv_cache / estimate.kv_cache_tokens
