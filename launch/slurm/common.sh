@@ -310,6 +310,10 @@ run_evaluation() {
 # run_job does, and adds it to the report.
 run_gpu_check() {
     local node reports=() checked report watcher outcome=0
+    if [ -z "${SLURM_JOB_ID:-}" ]; then
+        log "checks nodes of a Slurm job; submit it: sbatch launch/slurm/gpu_check.sh. One machine alone: webrl check gpu"
+        exit 2
+    fi
     begin_job
     requeue() { # not the check: what fails is a line of its report
         log "$1"

@@ -54,7 +54,7 @@ def add_check(commands: Any) -> None:
     part.add_argument("config", help="YAML file")
     part.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace those of the file")
     _add_gpu(parts)
-    part = parts.add_parser("job", help="watch the short job of `check gpu` that Slurm runs, and add it to the report")
+    part = parts.add_parser("job", help="of gpu_check.sh: watch the short job of Slurm, and add it to the report")
     part.add_argument("config", type=Path, help="what `check gpu --job-file` has written")
     part.add_argument("report", type=Path, help="what `check gpu --json` has written")
     part.set_defaults(run=_job)
@@ -190,6 +190,8 @@ def _gpu(options: argparse.Namespace) -> int:
     from megatron_webrl.checks.report import GpuCheckRequest, make_console, report
 
     _check_options(options)
+    if options.job_file and options.sections and "job" not in options.sections:
+        raise ConfigError(f"--job-file={options.job_file} has no effect without --section job")
     console, config = make_console(), parse_config(options.config, options.overrides)
     asked = config.model.platform if options.platform == "auto" else options.platform
     platform, cuda_problem = choose_platform(asked)
@@ -208,18 +210,22 @@ def _gpu(options: argparse.Namespace) -> int:
     )
     results, header = check_gpu(request, console), {name: getattr(request, name) for name in REPORTED}
     follows = request.job_file is not None and request.job_file.exists()
-    return report(results, options.json, "" if follows else describe_pass(request), **header)
+    return report(results, options.json, "" if follows else describe_pass(request, results), **header)
 
 
 def _job(options: argparse.Namespace) -> int:
     from megatron_webrl.checks.gpu import check_gpu, describe_pass
     from megatron_webrl.checks.report import GpuCheckRequest, make_console, read_results, report
 
-    fields = json.loads(options.report.read_text())
-    header = {name: fields[name] for name in REPORTED}
-    request = GpuCheckRequest(parse_config(options.config), **header)
-    lines = check_gpu(replace(request, sections=("job",), slurm_job=True), make_console())
-    return report([*read_results(options.report), *lines], options.report, describe_pass(request), **header)
+    config = parse_config(options.config)
+    try:
+        fields, results = json.loads(options.report.read_text()), read_results(options.report)
+        header = {name: fields[name] for name in REPORTED}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{options.report} is not a report of `webrl check gpu --json`: {error!r}") from None
+    request = GpuCheckRequest(config, **header)
+    results += check_gpu(replace(request, sections=("job",), slurm_job=True), make_console())
+    return report(results, options.report, describe_pass(request, results), **header)
 
 
 def _node(options: argparse.Namespace) -> int:

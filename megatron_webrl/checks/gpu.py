@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -59,22 +59,23 @@ def check_gpu(request: GpuCheckRequest, console: Console) -> list[CheckResult]:
     return results
 
 
-def describe_pass(request: GpuCheckRequest) -> str:
-    """What a pass of these sections means, and what it does not mean, in one line."""
+def describe_pass(request: GpuCheckRequest, results: Sequence[CheckResult]) -> str:
+    """What a pass of the sections that ran means, and what it does not mean, in one line."""
     shown = {
         "environment": "packages, driver and limits fit",
         "nodes": "the nodes reach each other",
         "model": f"Megatron computes {'two' if request.quick else 'four'} random layers as transformers does",
-        "links": "the GPUs of this machine reach each other",
+        "links": f"{'processes' if request.platform == 'cpu' else 'the GPUs'} of this machine reach each other",
         "job": "a short job trains and updates its engines, which give tokens the trainer's log-probabilities"
         + ("" if request.quick else ", survives a killed rank, resumes from a checkpoint and evaluates"),
     }
     not_shown = ["that a model learns", "that a job lasts for days", "that it is fast"]
     not_shown += ["that the whole model fits and starts, or a checkpoint is written"] if request.quick else []
     not_shown += ["anything of GPUs, as it ran on cores"] if request.platform == "cpu" else []
-    left = [section for section in SECTIONS if section not in request.sections]
+    ran = {each.section for each in results if each.status != "skipped"}
+    left = [section for section in SECTIONS if section not in ran]
     not_shown += [f"what the sections left out check ({', '.join(left)})"] if left else []
-    means = "; ".join(shown[section] for section in request.sections)
+    means = "; ".join(shown[section] for section in request.sections if section in ran)
     return f"A pass means: {means}. It does not mean: {'; '.join(not_shown)}."
 
 

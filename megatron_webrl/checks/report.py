@@ -101,7 +101,7 @@ def make_console() -> Console:
 
 
 def report(results: Sequence[CheckResult], path: Path | None = None, meaning: str = "", **header: Any) -> int:
-    """Print the table, a summary and the `meaning` of a pass; write all to the JSON file `path`.
+    """Print the table, a summary and, if nothing failed, the `meaning` of a pass; write all to the JSON file `path`.
 
     Returns 1 if a check failed. Raises OSError.
     """
@@ -127,9 +127,10 @@ def report(results: Sequence[CheckResult], path: Path | None = None, meaning: st
     if path is not None:
         write_json(path, results, meaning=meaning, **header)
         console.print(f"report: {path}", highlight=False, markup=False, soft_wrap=True)
-    if meaning:
+    code = int(any(each.status == "failed" for each in results))
+    if meaning and not code:
         console.print(meaning, highlight=False, markup=False, soft_wrap=True)
-    return int(any(each.status == "failed" for each in results))
+    return code
 
 
 def summary_line(results: Sequence[CheckResult]) -> str:

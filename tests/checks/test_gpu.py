@@ -48,7 +48,7 @@ def test_environment_and_links_pass_on_the_cpu(tmp_path: Path) -> None:
     assert {section for section, _ in found} == {"environment", "installation", "roles", "links"}
     assert found["links", "pair 0-1"]["value"] > found["links", "pair 0-1"]["limit"] > 0
     assert all(each["note"] for each in report["results"] if each["status"] == "skipped")
-    assert report["meaning"].startswith("A pass means: packages, driver and limits fit; the GPUs of this machine")
+    assert report["meaning"].startswith("A pass means: packages, driver and limits fit; processes of this machine")
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from PIL import Image
 from megatron_webrl.checks import jobs
 from megatron_webrl.checks.gpu import describe_pass
 from megatron_webrl.checks.jobs import KILL_REASON, check_job, judge_job, short_job, watch_job
-from megatron_webrl.checks.report import CheckResult, GpuCheckRequest
+from megatron_webrl.checks.report import CheckResult, GpuCheckRequest, measured, skipped
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.launch.validation import check_settings
@@ -237,13 +237,16 @@ def test_a_quick_job_has_two_random_layers_and_no_checkpoint(tmp_path: Path) -> 
 
 def test_the_last_line_says_what_a_pass_means_and_what_it_does_not_mean() -> None:
     request = GpuCheckRequest(parse_config(None), "cuda", ("environment", "nodes", "model", "links", "job"))
-    whole, quick = describe_pass(request), describe_pass(replace(request, quick=True))
+    results = [measured(section, "all", 1) for section in request.sections]
+    whole, quick = describe_pass(request, results), describe_pass(replace(request, quick=True), results)
     assert "four random layers" in whole
     assert "survives a killed rank" in whole.partition("It does not mean")[0]
     assert "learns" in whole.partition("It does not mean")[2]
     assert "two random layers" in quick
     assert "killed rank" not in quick
     assert "the whole model fits" in quick.partition("It does not mean")[2]
-    part = describe_pass(replace(request, platform="cpu", sections=("model",)))
+    ran = [measured("model", "all", 1), skipped("nodes", "all", "no report")]
+    part = describe_pass(replace(request, platform="cpu", sections=("nodes", "model")), ran)
+    assert "nodes reach" not in part
     assert "anything of GPUs" in part.partition("It does not mean")[2]
     assert "(environment, nodes, links, job)" in part
