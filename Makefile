@@ -86,7 +86,7 @@ test-all: install slurm ## the other tests: layout matrix, every failure of a jo
 # Python 3.12 has its megatron-core, and the CUDA build of torch, which computes on the CPU, too.
 VERSIONS := build/python3.12
 test-versions: slurm ## the first tier of model, trainer and weights on the versions of GPU nodes
-	@$(MAKE) --no-print-directory install VENV=$(VERSIONS) PYTHON="$$(tools/find_python.sh 3.12)"
+	@python=$$(tools/find_python.sh 3.12) && $(MAKE) --no-print-directory install VENV=$(VERSIONS) PYTHON="$$python"
 	@$(MAKE) --no-print-directory first-tier VENV=$(VERSIONS) ARGS="tests/model tests/trainer tests/weights --junitxml=build/tests/versions.xml $(ARGS)"
 
 gpu-proof: install ## what can be proven of the GPU path without a GPU; installs the packages of GPU nodes (17 GB)

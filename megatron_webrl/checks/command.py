@@ -139,9 +139,10 @@ def _add_gpu(parts: Any) -> None:
 
 
 def _check_options(options: argparse.Namespace) -> None:
-    """Refuse a `--json` in a folder that does not exist, and a limit of no time. Raises ConfigError."""
-    if options.json and not options.json.absolute().parent.is_dir():
-        raise ConfigError(f"--json={options.json}: the folder {options.json.absolute().parent} does not exist")
+    """Refuse a file that cannot be written, and a limit of no time. Raises ConfigError."""
+    from megatron_webrl.checks.report import check_report_path
+
+    check_report_path("--json", options.json)
     seconds = getattr(options, "timeout_seconds", None)
     if seconds is not None and not seconds > 0:
         raise ConfigError(f"--timeout-seconds={seconds:g} must be greater than 0")
@@ -187,11 +188,16 @@ def _weights(options: argparse.Namespace) -> int:
 
 def _gpu(options: argparse.Namespace) -> int:
     from megatron_webrl.checks.gpu import SECTIONS, check_gpu, choose_platform, describe_pass
-    from megatron_webrl.checks.report import GpuCheckRequest, make_console, report
+    from megatron_webrl.checks.report import GpuCheckRequest, check_report_path, make_console, report
 
     _check_options(options)
-    if options.job_file and options.sections and "job" not in options.sections:
-        raise ConfigError(f"--job-file={options.job_file} has no effect without --section job")
+    if not options.min_link_gib_per_second >= 0:
+        raise ConfigError(f"--min-link-gib-per-second={options.min_link_gib_per_second:g} must be at least 0")
+    check_report_path("--job-file", options.job_file)
+    if options.job_file:
+        if "job" not in (options.sections or SECTIONS):
+            raise ConfigError(f"--job-file={options.job_file} has no effect without --section job")
+        options.job_file.unlink(missing_ok=True)  # of an earlier check
     console, config = make_console(), parse_config(options.config, options.overrides)
     asked = config.model.platform if options.platform == "auto" else options.platform
     platform, cuda_problem = choose_platform(asked)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron_webrl.checks.processes import run_processes
+from megatron_webrl.checks.processes import NOT_FINISHED, run_processes
 from megatron_webrl.checks.report import CheckResult, GpuCheckRequest, failed, read_results, skipped
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
@@ -53,7 +53,8 @@ def check_gpu(request: GpuCheckRequest, console: Console) -> list[CheckResult]:
             [outcome] = run_processes(f"{__package__}.{function}", [request], seconds)
         results += outcome.results
         if outcome.error:
-            results.append(failed(section, "its process", f"{outcome.error} (--timeout-seconds sets the limit)"))
+            hint = " (--timeout-seconds sets the limit)" if outcome.error.startswith(NOT_FINISHED) else ""
+            results.append(failed(section, "its process", outcome.error + hint))
             console.print(outcome.log, markup=False, style="dim")
         console.print(f"{section}: {len(outcome.results)} checked", highlight=False, markup=False)
     return results

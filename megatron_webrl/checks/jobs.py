@@ -289,7 +289,9 @@ def _judge_restart(job: Config, summary: dict[str, Any]) -> Iterator[CheckResult
 def check_weights(config: Config, console: Console) -> list[CheckResult]:
     """Send weights without training, in a run "<run.name>-weights". Raises ConfigError."""
     config = weight_sync_config(config)
-    if code := run_here(config, console, weights_only=True):
+    if (code := run_here(config, console, weights_only=True)) == 130:  # interrupted
+        raise KeyboardInterrupt
+    if code:
         return [failed("weights", "transfers", f"the run ended with code {code}; its logs are in {config.run_folder}")]
     content = json.loads((config.run_folder / "weights.json").read_text())
     results = []

@@ -7,15 +7,18 @@ import logging
 import multiprocessing
 import os
 import pickle
+import select
+import shutil
+import signal
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 
@@ -27,6 +30,7 @@ POLL_SECONDS = 0.1
 GRACE_SECONDS = 5.0  # for the other processes to report their error, once one has failed
 EXIT_SECONDS = 5.0  # for a killed process to disappear: one in a call of a hung GPU's driver does not
 LOG_TAIL_LINES = 20
+NOT_FINISHED = "it did not finish within"  # begins the error of a process whose time has passed
 
 
 @dataclass
@@ -47,15 +51,18 @@ def run_processes(
     process fails later. Temporary files disappear with the processes, which use no network of Hugging Face.
     """
     context, children = multiprocessing.get_context("forkserver"), list[tuple[Any, Connection]]()
-    with tempfile.TemporaryDirectory(prefix="webrl-check-") as folder:
+    folder, outcomes = child_process.make_scratch_folder(), list[Outcome]()
+    with _exit_by_sigterm():
         try:
             for rank, argument in enumerate(arguments):
                 ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(len(arguments))}
                 variables = {**os.environ, **(environment or {}), **ranks, **child_process.owner_environment()}
-                Path(folder, f"{rank}.log").touch()  # the process may end before it opens it
+                (folder / f"{rank}.log").touch()  # the process may end before it opens it
                 connection, remote = context.Pipe(duplex=False)
                 job = pickle.dumps(argument)  # its import may read variables
-                process = context.Process(target=_run, args=(function, job, variables, folder, remote))
+                process = context.Process(
+                    target=_run, args=(function, job, variables, str(folder), remote, os.getpid())
+                )
                 process.start()
                 remote.close()
                 children.append((process, connection))
@@ -63,17 +70,35 @@ def run_processes(
         finally:
             for process, _ in children:
                 _end(process)
-        for rank, outcome in enumerate(outcomes):
-            lines = (Path(folder) / f"{rank}.log").read_text(errors="replace").splitlines()
-            outcome.log = "\n".join(lines[-LOG_TAIL_LINES:])
-    if any(outcome.error for outcome in outcomes):
-        sweep_leftovers()  # of a job that a process had started
+            for rank, outcome in enumerate(outcomes):
+                lines = (folder / f"{rank}.log").read_text(errors="replace").splitlines()
+                outcome.log = "\n".join(lines[-LOG_TAIL_LINES:])
+            shutil.rmtree(folder, ignore_errors=True)
+            if not outcomes or any(outcome.error for outcome in outcomes):
+                sweep_leftovers()  # of a job that a process had started
     return outcomes
+
+
+@contextmanager
+def _exit_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM end this process by an exception, as SIGINT does; only its main thread can."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, _: Any) -> NoReturn:
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _collect(children: Sequence[tuple[Any, Connection]], seconds: float) -> list[Outcome]:
     """Receive results until all processes have ended or their time has passed."""
-    outcomes, deadline = [Outcome(error=f"it did not finish within {seconds:.3g} s") for _ in children], seconds
+    outcomes, deadline = [Outcome(error=f"{NOT_FINISHED} {seconds:.3g} s") for _ in children], seconds
     running, started = dict(enumerate(children)), time.monotonic()
     while running and time.monotonic() - started < deadline:
         wait([process.sentinel for process, _ in running.values()], POLL_SECONDS)
@@ -105,10 +130,20 @@ class _RaisedError(str):
     """The exception that ended a process."""
 
 
-def _run(function: str, job: bytes, variables: Mapping[str, str], folder: str, connection: Connection) -> None:
+def _die_with(starter: int) -> None:
+    """Kill this process group once the process that asked for it ends, which is not its parent, the fork server's."""
+    try:
+        select.select([os.pidfd_open(starter)], [], [])
+    finally:
+        os.killpg(os.getpid(), signal.SIGKILL)
+
+
+def _run(
+    function: str, job: bytes, variables: Mapping[str, str], folder: str, connection: Connection, starter: int
+) -> None:
     """The process: sends each result as it comes."""
     os.setsid()
-    child_process.die_with_parent()  # the fork server, which ends with the process that started it
+    threading.Thread(target=_die_with, args=(starter,), daemon=True).start()
     log = os.open(f"{folder}/{variables['RANK']}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from megatron_webrl import __version__
 from megatron_webrl.config.schema import Config
+from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.util import atomic_file
 
 STYLES = {"passed": None, "failed": "bold red", "skipped": "dim"}
@@ -100,10 +101,21 @@ def make_console() -> Console:
     return Console() if terminal else Console(width=160, force_terminal=False)
 
 
+def check_report_path(option: str, path: Path | None) -> None:
+    """Raises ConfigError for a file that cannot be written."""
+    if path is None:
+        return
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise ConfigError(f"{option}={path}: the folder {folder} does not exist")
+    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise ConfigError(f"{option}={path} is a folder" if path.is_dir() else f"{option}={path} is not writable")
+
+
 def report(results: Sequence[CheckResult], path: Path | None = None, meaning: str = "", **header: Any) -> int:
     """Print the table, a summary and, if nothing failed, the `meaning` of a pass; write all to the JSON file `path`.
 
-    Returns 1 if a check failed. Raises OSError.
+    Returns 1 if a check failed, or the file cannot be written.
     """
     console, table = make_console(), Table(box=box.SIMPLE_HEAD, padding=(0, 1))
     for column in ("section", "check", "", "value", "limit", "ratio", "unit", "note"):
@@ -124,10 +136,13 @@ def report(results: Sequence[CheckResult], path: Path | None = None, meaning: st
         section = each.section
     console.print(table)
     console.print(summary_line(results), highlight=False, markup=False)
+    code, written = int(any(each.status == "failed" for each in results)), f"report: {path}"
     if path is not None:
-        write_json(path, results, meaning=meaning, **header)
-        console.print(f"report: {path}", highlight=False, markup=False, soft_wrap=True)
-    code = int(any(each.status == "failed" for each in results))
+        try:
+            write_json(path, results, meaning=meaning, **header)
+        except OSError as error:
+            code, written = 1, f"{written} cannot be written: {error}"
+        console.print(written, highlight=False, markup=False, soft_wrap=True)
     if meaning and not code:
         console.print(meaning, highlight=False, markup=False, soft_wrap=True)
     return code

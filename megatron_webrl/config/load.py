@@ -25,7 +25,7 @@ def parse_config(path: str | Path | None, overrides: Sequence[str] | None = None
         raise ConfigError(f"configuration {path} is not a file")
     try:
         file = OmegaConf.load(path) if path is not None else OmegaConf.create({})
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {first_line(error)}") from error

@@ -143,14 +143,29 @@ def test_a_gpu_that_torch_cannot_use_fails_the_driver_and_skips_what_computes_on
     assert alone == [failed("model", "all", "no driver")]
 
 
-def test_bad_input_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (latin := tmp_path / "latin.yaml").write_bytes(b"run: {name: \xe9}")
+    (empty := tmp_path / "empty.json").write_text("{}")
+    gpu, quickstart = ["gpu", "--platform", "cpu"], "configs/quickstart.yaml"
     for arguments, says in (
-        (["none.yaml"], "none.yaml"),
-        (["configs/quickstart.yaml", "--json", "/none/x.json"], "--json=/none/x.json: the folder /none does not exist"),
-        (["configs/quickstart.yaml", "--timeout-seconds", "0"], "--timeout-seconds=0 must be greater than 0"),
-        (["configs/quickstart.yaml", "rollout.enginess=2"], "rollout.enginess"),
+        ([*gpu, "none.yaml"], "none.yaml"),
+        ([*gpu, str(latin)], "latin.yaml is not valid YAML"),
+        ([*gpu, quickstart, "--json", "/none/x.json"], "--json=/none/x.json: the folder /none does not exist"),
+        ([*gpu, quickstart, "--json", str(tmp_path)], "is a folder"),
+        (
+            [*gpu, quickstart, "--section", "links", "--job-file", "x"],
+            "--job-file=x has no effect without --section",
+        ),
+        ([*gpu, quickstart, "--min-link-gib-per-second=-3"], "--min-link-gib-per-second=-3 must be at least 0"),
+        ([*gpu, quickstart, "--timeout-seconds", "0"], "--timeout-seconds=0 must be greater than 0"),
+        ([*gpu, quickstart, "rollout.enginess=2"], "rollout.enginess"),
+        (
+            ["job", quickstart, str(empty)],
+            "empty.json is not a report of `webrl check gpu --json`: KeyError",
+        ),
+        (["job", quickstart, "none.json"], "none.json is not a report"),
     ):
-        assert main(["check", "gpu", *arguments, "--platform", "cpu"]) == 2
+        assert main(["check", *arguments]) == 2
         error = capsys.readouterr().err
         assert says in error
         assert error.count("\n") == 1

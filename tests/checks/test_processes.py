@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -14,6 +17,7 @@ import pytest
 
 from megatron_webrl.checks import processes
 from megatron_webrl.checks.processes import run_processes
+from tests.waiting import until
 
 
 def work(argument: Any) -> Iterator[Any]:
@@ -23,6 +27,9 @@ def work(argument: Any) -> Iterator[Any]:
         raise ValueError("of the\nfunction")
     if argument == "die":
         os.kill(os.getpid(), signal.SIGKILL)
+    if argument.startswith("/"):
+        Path(argument).write_text(str(os.getpid()))
+        time.sleep(600)
     if argument == "sleep":
         yield psutil.Popen(["sleep", "600"]).pid
         time.sleep(600)
@@ -43,3 +50,19 @@ def test_an_error_and_a_death_are_lines_earlier_results_stay_and_children_end(mo
     assert "ValueError: of the" in found[0].log
     with suppress(psutil.NoSuchProcess):
         assert psutil.Process(found[2].results[1]).status() == psutil.STATUS_ZOMBIE  # killed, and not yet reaped
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_process_ends_with_the_one_that_started_it(tmp_path: Path, number: signal.Signals) -> None:
+    (scratch := tmp_path / "scratch").mkdir()
+    file, environment = tmp_path / "pid", {**os.environ, "TMPDIR": str(scratch)}
+    script = "from megatron_webrl.checks.processes import run_processes; run_processes({!r}, [{!r}], 60)"
+    started = subprocess.Popen([sys.executable, "-c", script.format(f"{__name__}:work", str(file))], env=environment)
+    try:
+        until(lambda: file.is_file() and file.read_text(), "the process of the check")
+        started.send_signal(number)
+        assert started.wait(30) == (143 if number == signal.SIGTERM else -number)
+        until(lambda: not psutil.pid_exists(int(file.read_text())), "the process of the check to end")
+    finally:
+        started.kill()
+    assert number == signal.SIGKILL or not list(scratch.glob("webrl-*"))

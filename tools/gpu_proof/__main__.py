@@ -17,6 +17,8 @@ import importlib.metadata
 import json
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -30,7 +32,16 @@ from typing import Any
 import pytest
 from packaging.utils import canonicalize_name
 
-from megatron_webrl.checks.report import CheckResult, at_least, at_most, failed, make_console, measured, report
+from megatron_webrl.checks.report import (
+    CheckResult,
+    at_least,
+    at_most,
+    check_report_path,
+    failed,
+    make_console,
+    measured,
+    report,
+)
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.control import child_process
@@ -81,18 +92,19 @@ def main() -> int:
     parser.add_argument("configs", nargs="*", type=Path, metavar="CONFIG", help=text)
     options = parser.parse_args()
     parts = tuple(part for part in PARTS if part in (options.parts or PARTS))
-    if options.json and not options.json.absolute().parent.is_dir():
-        parser.error(f"--json={options.json}: the folder {options.json.absolute().parent} does not exist")
     if (options.configs or options.cards) and "engines" not in parts:
         parser.error("CONFIG and --card are of the part engines; add --part engines")
     try:
+        check_report_path("--json", options.json)
         configs = options.configs or released_configs()
         for path in options.configs:
             parse_config(path, [])
     except ConfigError as error:
         parser.error(str(error))
     console, results = make_console(), list[CheckResult]()
-    pythons = options.pythons or (PYTHONS if "lock" in parts else PYTHONS[-1:])
+    pythons = sorted(set(options.pythons or (PYTHONS if "lock" in parts else PYTHONS[-1:])))
+    for number in (signal.SIGINT, signal.SIGTERM):  # what it runs ends first
+        signal.signal(number, signal.default_int_handler)
     try:
         for result in prove(parts, pythons, options.folder.absolute(), options.cards, configs):
             note = f": {result.note}" if result.status == "failed" else ""
@@ -148,6 +160,8 @@ def prove(
 
 def install(python: str, folder: Path) -> Path:
     """The environment of the GPU lock for a Python, from the index. Raises OSError, RuntimeError."""
+    if missing := [tool for tool in ("cc", "nm") if shutil.which(tool) is None]:
+        raise RuntimeError(f"no {' and no '.join(missing)}; install gcc and binutils")
     found = "".join(run([ROOT / "tools" / "find_python.sh", python], 60)).strip()
     environment = folder / f"python{python}"
     # A folder of wheels may hold another build of torch than the index.

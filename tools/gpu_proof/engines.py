@@ -93,11 +93,9 @@ def build(path: Path, card: str, folder: Path) -> Engine:
 
 def released_model(size: str, folder: Path) -> Path:
     """A folder with the config.json of a released size."""
-    path = folder / size
-    if not path.is_dir():
-        hf_config = parameter_counts.make_hf_config(size)
-        hf_config.architectures, hf_config.dtype = [CLASSES[hf_config.model_type]], "bfloat16"
-        hf_config.save_pretrained(path)
+    path, hf_config = folder / size, parameter_counts.make_hf_config(size)
+    hf_config.architectures, hf_config.dtype = [CLASSES[hf_config.model_type]], "bfloat16"
+    hf_config.save_pretrained(path)
     return path
 
 
