@@ -77,6 +77,7 @@ def describe_pass(request: GpuCheckRequest, results: Sequence[CheckResult]) -> s
     left = [section for section in SECTIONS if section not in ran]
     not_shown += [f"what the sections left out check ({', '.join(left)})"] if left else []
     means = "; ".join(shown[section] for section in request.sections if section in ran)
+    means = means or "nothing, as no section ran"
     return f"A pass means: {means}. It does not mean: {'; '.join(not_shown)}."
 
 
