@@ -195,8 +195,6 @@ def _gpu(options: argparse.Namespace) -> int:
         raise ConfigError(f"--min-link-gib-per-second={options.min_link_gib_per_second:g} must be at least 0")
     check_report_path("--job-file", options.job_file)
     if options.job_file:
-        if "job" not in (options.sections or SECTIONS):
-            raise ConfigError(f"--job-file={options.job_file} has no effect without --section job")
         options.job_file.unlink(missing_ok=True)  # of an earlier check
     console, config = make_console(), parse_config(options.config, options.overrides)
     asked = config.model.platform if options.platform == "auto" else options.platform

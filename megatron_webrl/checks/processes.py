@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any, NoReturn
 
 import psutil
@@ -51,18 +52,17 @@ def run_processes(
     process fails later. Temporary files disappear with the processes, which use no network of Hugging Face.
     """
     context, children = multiprocessing.get_context("forkserver"), list[tuple[Any, Connection]]()
-    folder, outcomes = child_process.make_scratch_folder(), list[Outcome]()
-    with _exit_by_sigterm():
+    outcomes = list[Outcome]()
+    # A short name: sockets in it have paths of up to 107 characters.
+    with _exit_by_sigterm(), tempfile.TemporaryDirectory(prefix="webrl-check-") as folder:
         try:
             for rank, argument in enumerate(arguments):
                 ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(len(arguments))}
                 variables = {**os.environ, **(environment or {}), **ranks, **child_process.owner_environment()}
-                (folder / f"{rank}.log").touch()  # the process may end before it opens it
+                Path(folder, f"{rank}.log").touch()  # the process may end before it opens it
                 connection, remote = context.Pipe(duplex=False)
                 job = pickle.dumps(argument)  # its import may read variables
-                process = context.Process(
-                    target=_run, args=(function, job, variables, str(folder), remote, os.getpid())
-                )
+                process = context.Process(target=_run, args=(function, job, variables, folder, remote, os.getpid()))
                 process.start()
                 remote.close()
                 children.append((process, connection))
@@ -71,9 +71,8 @@ def run_processes(
             for process, _ in children:
                 _end(process)
             for rank, outcome in enumerate(outcomes):
-                lines = (folder / f"{rank}.log").read_text(errors="replace").splitlines()
+                lines = Path(folder, f"{rank}.log").read_text(errors="replace").splitlines()
                 outcome.log = "\n".join(lines[-LOG_TAIL_LINES:])
-            shutil.rmtree(folder, ignore_errors=True)
             if not outcomes or any(outcome.error for outcome in outcomes):
                 sweep_leftovers()  # of a job that a process had started
     return outcomes
@@ -130,11 +129,15 @@ class _RaisedError(str):
     """The exception that ended a process."""
 
 
-def _die_with(starter: int) -> None:
-    """Kill this process group once the process that asked for it ends, which is not its parent, the fork server's."""
+def _die_with(starter: int, folder: str) -> None:
+    """Kill this process group, and remove `folder`, once the process that asked for it ends.
+
+    It is not the parent. That is the fork server, which outlives it.
+    """
     try:
         select.select([os.pidfd_open(starter)], [], [])
     finally:
+        shutil.rmtree(folder, ignore_errors=True)
         os.killpg(os.getpid(), signal.SIGKILL)
 
 
@@ -143,7 +146,7 @@ def _run(
 ) -> None:
     """The process: sends each result as it comes."""
     os.setsid()
-    threading.Thread(target=_die_with, args=(starter,), daemon=True).start()
+    threading.Thread(target=_die_with, args=(starter, folder), daemon=True).start()
     log = os.open(f"{folder}/{variables['RANK']}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)

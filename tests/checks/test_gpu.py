@@ -152,10 +152,7 @@ def test_bad_input_is_refused_in_one_line(tmp_path: Path, capsys: pytest.Capture
         ([*gpu, str(latin)], "latin.yaml is not valid YAML"),
         ([*gpu, quickstart, "--json", "/none/x.json"], "--json=/none/x.json: the folder /none does not exist"),
         ([*gpu, quickstart, "--json", str(tmp_path)], "is a folder"),
-        (
-            [*gpu, quickstart, "--section", "links", "--job-file", "x"],
-            "--job-file=x has no effect without --section",
-        ),
+        ([*gpu, quickstart, "--job-file", "/none/x"], "--job-file=/none/x: the folder /none does not exist"),
         ([*gpu, quickstart, "--min-link-gib-per-second=-3"], "--min-link-gib-per-second=-3 must be at least 0"),
         ([*gpu, quickstart, "--timeout-seconds", "0"], "--timeout-seconds=0 must be greater than 0"),
         ([*gpu, quickstart, "rollout.enginess=2"], "rollout.enginess"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -30,7 +29,7 @@ def work(argument: Any) -> Iterator[Any]:
     if argument == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     if argument.startswith("/"):
-        Path(argument).write_text(str(os.getpid()))
+        Path(argument).write_text(f"{os.getpid()} {tempfile.gettempdir()}\n")
         time.sleep(600)
     if argument == "sleep":
         yield psutil.Popen(["sleep", "600"]).pid
@@ -60,13 +59,11 @@ def test_a_process_ends_with_the_one_that_started_it(tmp_path: Path, number: sig
     script = "from megatron_webrl.checks.processes import run_processes; run_processes({!r}, [{!r}], 60)"
     started = subprocess.Popen([sys.executable, "-c", script.format(f"{__name__}:work", str(file))])
     try:
-        until(lambda: file.is_file() and file.read_text(), "the process of the check")
+        until(lambda: file.is_file() and file.read_text().endswith("\n"), "the process of the check")
+        pid, folder = file.read_text().split()
         started.send_signal(number)
         assert started.wait(30) == (143 if number == signal.SIGTERM else -number)
-        until(lambda: not psutil.pid_exists(int(file.read_text())), "the process of the check to end")
+        until(lambda: not psutil.pid_exists(int(pid)), "the process of the check to end")
     finally:
         started.kill()
-    left = list(Path(tempfile.gettempdir()).glob(f"webrl-{started.pid}-*"))
-    assert len(left) == (number == signal.SIGKILL)  # the next check removes it
-    for folder in left:
-        shutil.rmtree(folder)
+    assert not Path(folder).exists()
