@@ -14,17 +14,18 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import psutil
 
 from megatron_webrl.control import child_process
 from megatron_webrl.launch.run_folder import sweep_leftovers
+from megatron_webrl.launch.signals import exit_by_signal
 from megatron_webrl.util.text import configure_logging
 
 POLL_SECONDS = 0.1
@@ -54,7 +55,7 @@ def run_processes(
     context, children = multiprocessing.get_context("forkserver"), list[tuple[Any, Connection]]()
     outcomes = list[Outcome]()
     # A short name: sockets in it have paths of up to 107 characters.
-    with _exit_by_sigterm(), tempfile.TemporaryDirectory(prefix="webrl-check-") as folder:
+    with exit_by_signal(signal.SIGTERM), tempfile.TemporaryDirectory(prefix="webrl-check-") as folder:
         try:
             for rank, argument in enumerate(arguments):
                 ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(len(arguments))}
@@ -76,23 +77,6 @@ def run_processes(
             if not outcomes or any(outcome.error for outcome in outcomes):
                 sweep_leftovers()  # of a job that a process had started
     return outcomes
-
-
-@contextmanager
-def _exit_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM end this process by an exception, as SIGINT does; only its main thread can."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def leave(number: int, _: Any) -> NoReturn:
-        sys.exit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _collect(children: Sequence[tuple[Any, Connection]], seconds: float) -> list[Outcome]:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from rich.console import Console
@@ -28,6 +27,7 @@ from megatron_webrl.config.tasks import FileTasksConfig
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.launch.roles import webrl_command
 from megatron_webrl.launch.run_folder import check_ended, config_path
+from megatron_webrl.launch.signals import exit_by_signal
 from megatron_webrl.launch.slurm.prepare import describe_processes, prepare_job
 from megatron_webrl.model.convert.checkpoint_folder import HF_FOLDER, find_checkpoint
 from megatron_webrl.tasks.evaluation_count import evaluation_task_indices
@@ -91,20 +91,13 @@ class EvaluatedCheckpoint:
 
         SIGINT and SIGTERM raise SystemExit meanwhile, which leaves no incomplete folder.
         """
-
-        def leave(number: int, frame: FrameType | None) -> None:
-            raise SystemExit(128 + number)
-
-        before = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
+        with exit_by_signal(signal.SIGINT, signal.SIGTERM):
             from megatron_webrl.model.convert.conversion import ConversionOptions, megatron_to_hf  # torch
 
-            megatron_to_hf(self.path, folder, SHARD_BYTES, ConversionOptions())
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            try:
+                megatron_to_hf(self.path, folder, SHARD_BYTES, ConversionOptions())
+            except ValueError as error:
+                raise ConfigError(str(error)) from error
 
 
 def newest_in_run(folder: Path) -> Path | None:

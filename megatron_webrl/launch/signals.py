@@ -9,12 +9,33 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
+from typing import NoReturn
 
 SCONTROL_SECONDS = 10.0  # limit for scontrol to show the job
+
+
+@contextmanager
+def exit_by_signal(*numbers: int) -> Iterator[None]:
+    """Let these signals raise SystemExit in this context, so that it cleans up; only the main thread can."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        sys.exit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @dataclass

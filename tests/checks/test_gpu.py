@@ -156,10 +156,7 @@ def test_bad_input_is_refused_in_one_line(tmp_path: Path, capsys: pytest.Capture
         ([*gpu, quickstart, "--min-link-gib-per-second=-3"], "--min-link-gib-per-second=-3 must be at least 0"),
         ([*gpu, quickstart, "--timeout-seconds", "0"], "--timeout-seconds=0 must be greater than 0"),
         ([*gpu, quickstart, "rollout.enginess=2"], "rollout.enginess"),
-        (
-            ["job", quickstart, str(empty)],
-            "empty.json is not a report of `webrl check gpu --json`: KeyError",
-        ),
+        (["job", quickstart, str(empty)], "empty.json is not a report of `webrl check gpu --json`: KeyError"),
         (["job", quickstart, "none.json"], "none.json is not a report"),
     ):
         assert main(["check", *arguments]) == 2
