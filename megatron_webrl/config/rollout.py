@@ -32,8 +32,20 @@ class ContextConfig:
         "each step; memory_compact: Memory, a line of short notes, also with compact (docs/rollout.md).",
         choices=("bare", "vanilla", "progress", "memory_additive", "memory_compressive", "memory_compact"),
     )
+    carry_fields: bool = setting(
+        True, "Show the latest Memory and Progress in later prompts, whose window may have lost the response."
+    )
     keep_thinking: bool = setting(
         False, "Keep the thoughts of past rounds in the prompts of the sliding policy; append always keeps them."
+    )
+    user_turns: str = setting(
+        "described",
+        "described: text and then the screenshot; later turns give the effect of the action, title and URL of the "
+        "page. screenshots: the screenshot first, and in later turns neither effect nor title nor URL.",
+        choices=("described", "screenshots"),
+    )
+    web_advice: bool = setting(
+        False, "Advise the agent on CAPTCHAs, search engines and addresses with and without www. (system message)."
     )
     compact: bool = setting(False, "Short tool schema for models with a small window.")
     scroll_position: bool = setting(False, "Say with each screenshot which part of the page it shows.")

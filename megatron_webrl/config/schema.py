@@ -333,6 +333,16 @@ def _check_context(config: Config) -> None:
             "rollout.context.compact=true, whose responses are bare tool calls; set it to bare or memory_compact, or "
             "compact to false"
         )
+    if context.compact and context.web_advice:
+        raise ConfigError(
+            "rollout.context.web_advice has no effect with rollout.context.compact=true, whose system message is the "
+            "names of the actions; leave it out, or set compact to false"
+        )
+    if not context.carry_fields and context.response_format in ("bare", "vanilla"):
+        raise ConfigError(
+            f"rollout.context.carry_fields has no effect with rollout.context.response_format="
+            f"{context.response_format}, which has neither Memory nor Progress; leave it out"
+        )
 
 
 def _check_browser(config: Config) -> None:

@@ -49,6 +49,10 @@ REFUSALS = {
     "trainer.minibatches=9": "trainer.minibatches=9 exceeds trainer.groups_per_update=8",
     "trainer.loss.dual_clip=0.9": "trainer.loss.dual_clip=0.9",
     "rollout.context={policy: append, history_turns: 1}": "rollout.context.history_turns=1",
+    "rollout.context={compact: true, web_advice: true}":
+        "rollout.context.web_advice has no effect with rollout.context.compact=true",
+    "rollout.context.carry_fields=false":
+        "rollout.context.carry_fields has no effect with rollout.context.response_format=vanilla",
     "rollout.context={compact: true, response_format: progress}":
         "rollout.context.response_format=progress has no effect with rollout.context.compact=true",
     "tasks.environments=[]": "tasks.environments is empty",

@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from megatron_webrl.config.rollout import ContextConfig
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.rollout import contexts
-from megatron_webrl.rollout.contexts import ContextOverflow, Prompt, SlidingContext, make_context
+from megatron_webrl.rollout.contexts import AppendContext, ContextOverflow, Prompt, SlidingContext, make_context
 from megatron_webrl.rollout.toolset import Toolset, format_tool_call
 from megatron_webrl.types import Action, Element
 from tests.rollout.conversations import HOSTILE, expanded, numbered, observation_of, response_of, texts, turns
 
 CLICK = Action("left_click", coordinate=(500, 320))
+MARKS = Toolset(marks=True, extra_actions=("switch_tab",))
 
 
 def conversation(processor: Processor, steps: int, limit: int = 100_000, rounds: int = 3, **chosen: object):
@@ -64,6 +65,39 @@ def test_the_window_keeps_the_latest_steps_and_the_summary_has_the_others(proces
     ]
 
 
+def test_turns_of_screenshots_begin_with_the_screenshot_and_say_nothing_about_the_page(processor: Processor) -> None:
+    prompt = conversation(processor, 3, rounds=3, user_turns="screenshots").build_prompt()
+    described = conversation(processor, 3, rounds=3).build_prompt()
+    (_, first, *rest), (_, text, *_) = texts(processor, prompt), texts(processor, described)
+    assert first == "<IMAGE>" + text.removesuffix("<IMAGE>")
+    assert rest[1::2] == ["<IMAGE>", "<IMAGE>"]
+    assert prompt.image_indices.tolist() == described.image_indices.tolist() == [1, 2, 3]
+    context = AppendContext(processor, ContextConfig(history_turns=2, user_turns="screenshots"), 100_000, MARKS)
+    context.start_episode("Buy it.", numbered(0, "Size"))
+    click = Action("click", element_id=1)
+    context.build_prompt()
+    context.add_step(response_of(processor, format_tool_call(click, MARKS)), click, None, numbered(1, "Colour"))
+    *_, last = texts(processor, context.build_prompt())
+    assert last.startswith("<IMAGE>Tabs:\n")  # what marks and tabs need stays
+    assert last.splitlines()[-1].startswith("[1] combobox")
+
+
+def test_advice_for_the_open_web_stands_in_the_system_message_if_asked_for() -> None:
+    assert contexts.system_message(ContextConfig(web_advice=True)).count("CAPTCHA") == 1
+    assert "CAPTCHA" not in contexts.system_message(ContextConfig())
+
+
+def test_fields_that_are_not_carried_are_in_their_round_only(processor: Processor) -> None:
+    response = f'Memory: {{"price": "12.50"}}\nProgress: {{}}\nIntention: a\nAction: b\n{format_tool_call(CLICK)}'
+    for carry_fields in (True, False):
+        form = ContextConfig(history_turns=1, response_format="memory_additive", carry_fields=carry_fields)
+        context = SlidingContext(processor, form, 100_000)
+        context.start_episode("Click it.", observation_of())
+        context.add_step(response_of(processor, response), CLICK, None, observation_of(1))
+        system, user = texts(processor, context.build_prompt())
+        assert ("12.50" in user) == ("Memory of step" in system) == carry_fields
+
+
 def test_a_format_error_and_an_unchanged_page_are_named_and_add_no_screenshot(processor: Processor) -> None:
     context = conversation(processor, 0, rounds=1)
     context.add_step(response_of(processor, "gibberish"), None, "no_tool_call", observation_of(0))
@@ -81,11 +115,10 @@ def test_a_format_error_and_an_unchanged_page_are_named_and_add_no_screenshot(pr
 
 
 def test_only_the_current_screenshot_has_elements_tabs_and_scroll_position(processor: Processor) -> None:
-    toolset = Toolset(marks=True, extra_actions=("switch_tab",))
-    context = SlidingContext(processor, ContextConfig(history_turns=2, scroll_position=True), 100_000, toolset)
+    context = SlidingContext(processor, ContextConfig(history_turns=2, scroll_position=True), 100_000, MARKS)
     context.start_episode("Buy it.", numbered(0, "Size"))
     click = Action("click", element_id=1)
-    context.add_step(response_of(processor, format_tool_call(click, toolset)), click, None, numbered(1, "Colour"))
+    context.add_step(response_of(processor, format_tool_call(click, MARKS)), click, None, numbered(1, "Colour"))
     system, first, _, last = texts(processor, context.build_prompt())
     assert '"web_interaction"' in system
     assert first == "Task: Buy it.\nStart page: [Shop] http://a.localhost/b\n<IMAGE>"
