@@ -102,10 +102,12 @@ class RolloutConfig:
         "Further arguments of vLLM's AsyncEngineArgs by name, such as {kv_cache_dtype: fp8}. Arguments that vLLM does "
         "not know, or that other settings govern, are refused (docs/rollout.md).",
     )
-    lenient_actions: bool = setting(
-        False,
-        "Also accept tool calls with digit strings or integral floats for integers, extra arguments, URLs without "
-        "https:// and long answers; each is counted as leniency/... (docs/tasks.md).",
+    action_parser: str = setting(
+        "strict",
+        "strict: exactly one valid tool call. lenient: also digit strings or integral floats for integers, extra "
+        "arguments, URLs without https:// and long answers. webgym: also what WebGym's released parser repairs, such "
+        "as boxes, coordinates out of range and missing arguments. Each is counted as leniency/... (docs/tasks.md).",
+        choices=("strict", "lenient", "webgym"),
     )
     operation_timeout_seconds: float = setting(
         120.0, "Limit of one operation: a generation, a reset, an action.", above=0

@@ -179,7 +179,7 @@ class Agent:
                     generation = await generator.generate(session, prompt.token_ids, images)
                     generating.facts["tokens"] = len(generation.response_token_ids)
             with episode.phase("act", live_rollouts.ACTING) as acting:
-                call, before = self._parse(generation, settings.lenient_actions), observation
+                call, before = self._parse(generation, settings.action_parser), observation
                 if call.action is not None:
                     observation = await session.step(call.action)
                     acting.facts["kind"] = call.action.kind
@@ -197,11 +197,11 @@ class Agent:
                 return GO_BACKS
         return STEPS_EXHAUSTED
 
-    def _parse(self, generation: Generation, lenient: bool) -> ParsedCall:
+    def _parse(self, generation: Generation, parser: str) -> ParsedCall:
         """The response's action, or the name of its format error. The decoded text does not show special tokens."""
         if self.processor.has_special_tokens(generation.response_token_ids):
             return ParsedCall(None, "special_token")
-        return parse_tool_call(generation.text, self.toolset, lenient)
+        return parse_tool_call(generation.text, self.toolset, parser)
 
 
 async def _reset(session: RemoteSession, task: Task) -> Observation:

@@ -148,7 +148,13 @@ MAX_INDEX = 100_000  # of an element or a tab
 MAX_DESCRIBED_CHARS = 80  # of an action's text or URL in the history
 
 LENIENCIES = ("digit_string", "integral_float", "extra_argument", "url_scheme", "long_answer")
-"""Names of the deviations that a lenient parser accepts: docs/tasks.md."""
+REPAIRS = (
+    "several_calls", "other_keys", "other_tool", "missing_argument", "box", "fraction", "out_of_range",
+    "other_direction", "number_as_text",
+)  # fmt: skip
+ACCEPTED: dict[str, tuple[str, ...]] = {"strict": (), "lenient": LENIENCIES, "webgym": (*LENIENCIES, *REPAIRS)}
+"""Names of the deviations that each rollout.action_parser accepts: docs/tasks.md."""
+_REPLACED: dict[str, Any] = {"coordinate": [500, 500], "element_id": 1, "direction": "down", "text": "", "time": 2}
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # control characters and line breaks
 _URL_WITHOUT_SCHEME = re.compile(
@@ -195,20 +201,20 @@ class ParsedCall:
 
     action: Action | None
     format_error: str | None
-    leniencies: tuple[str, ...] = ()  # of LENIENCIES, each once: what a strict parser would have refused
+    leniencies: tuple[str, ...] = ()  # of ACCEPTED, each once
 
 
-def parse_tool_call(response: str, toolset: Toolset = COORDINATE_TOOLSET, lenient: bool = False) -> ParsedCall:
-    """Parse the one tool call of a response; `lenient` accepts the deviations that LENIENCIES names. Never raises.
+def parse_tool_call(response: str, toolset: Toolset = COORDINATE_TOOLSET, parser: str = "strict") -> ParsedCall:
+    """Parse the one tool call of a response with a parser of ACCEPTED. Never raises.
 
     Thoughts are ignored, tool calls in them too; other text around the one tool call is allowed.
     """
-    parser = _CallParser(toolset, lenient)
+    call = _CallParser(toolset, ACCEPTED[parser])
     try:
-        action = parser.parse(response)
+        action = call.parse(response)
     except _Malformed as error:
         return ParsedCall(None, str(error))
-    return ParsedCall(action, None, tuple(parser.leniencies))
+    return ParsedCall(action, None, tuple(call.leniencies))
 
 
 class _Malformed(ValueError):
@@ -223,8 +229,8 @@ def _require(condition: bool, error: str) -> None:
 class _CallParser:
     """Parses one response, and notes the deviations that it accepts."""
 
-    def __init__(self, toolset: Toolset, lenient: bool) -> None:
-        self._toolset, self._lenient = toolset, lenient
+    def __init__(self, toolset: Toolset, accepted: tuple[str, ...]) -> None:
+        self._toolset, self._accepted = toolset, accepted
         self.leniencies: dict[str, None] = {}  # a set in order of first use
 
     def parse(self, response: str) -> Action:
@@ -233,16 +239,16 @@ class _CallParser:
         tags = pieces[1::2]
         _require(TOOL_CALL_OPEN in tags, "no_tool_call")
         first = tags.index(TOOL_CALL_OPEN)
-        closings = tags[first + 1 :].count(TOOL_CALL_CLOSE)
-        _require(tags.count(TOOL_CALL_OPEN) == 1 and closings <= 1, "several_tool_calls")
-        _require(closings == 1, "unclosed_tool_call")
+        later = tags[first + 1 :]
+        _require(later in ([], [TOOL_CALL_CLOSE]) or self._accepts("several_calls"), "several_tool_calls")
+        _require(later[:1] == [TOOL_CALL_CLOSE], "unclosed_tool_call")
         try:
             call = strict_json.loads(pieces[2 * first + 2])
         except (ValueError, RecursionError) as error:  # ValueError: not JSON, or a number of thousands of digits
             raise _Malformed("bad_json") from error
-        _require(isinstance(call, dict) and set(call) == {"name", "arguments"}, "bad_call")
-        _require(isinstance(call["arguments"], dict), "bad_call")
-        _require(call["name"] == self._toolset.tool_name, "unknown_tool")
+        _require(isinstance(call, dict) and isinstance(call.get("arguments"), dict), "bad_call")
+        _require(set(call) == {"name", "arguments"} or self._accepts("other_keys"), "bad_call")
+        _require(call.get("name") == self._toolset.tool_name or self._accepts("other_tool"), "unknown_tool")
         return self._action(call["arguments"])
 
     def _action(self, arguments: dict[str, Any]) -> Action:
@@ -252,24 +258,27 @@ class _CallParser:
             raise _Malformed("unknown_action")
         required, optional = self._toolset.argument_names(kind)
         values = {name: value for name, value in arguments.items() if name in required + optional}
-        _require(all(name in values for name in required), "missing_argument")
-        _require(len(values) == len(arguments) - 1 or self._accepts("extra_argument"), "unexpected_argument")
+        extra = len(values) < len(arguments) - 1
+        if kind in ("type", "wait") and "missing_argument" in self._accepted:  # WebGym asks for a place and a time
+            required += optional
+        for name in required:
+            if name not in values:
+                _require(name in _REPLACED and self._accepts("missing_argument"), "missing_argument")
+                values[name] = _REPLACED[name]
+        _require(not extra or self._accepts("extra_argument"), "unexpected_argument")
         return Action(kind, **{name: self._value(kind, name, value) for name, value in values.items()})
 
     def _accepts(self, leniency: str) -> bool:
-        if self._lenient:
-            self.leniencies[leniency] = None
-        return self._lenient
+        if leniency not in self._accepted:
+            return False
+        self.leniencies[leniency] = None
+        return True
 
     def _value(self, kind: ActionKind, name: str, value: Any) -> Any:
         """A valid value of an argument."""
         match name:
             case "coordinate" | "end_coordinate":
-                _require(isinstance(value, list) and len(value) == 2, "bad_coordinate")
-                x, y = map(self._integer, value)
-                within = x is not None and y is not None and 0 <= x <= COORDINATE_RANGE and 0 <= y <= COORDINATE_RANGE
-                _require(within, "bad_coordinate")
-                return x, y
+                return self._coordinate(value)
             case "element_id" | "end_element_id" | "tab":
                 digits = isinstance(value, str) and re.fullmatch("[0-9]{1,6}", value)
                 number = self._integer(int(value) if digits and self._accepts("digit_string") else value)
@@ -277,7 +286,8 @@ class _CallParser:
                 _require(valid, "bad_tab" if name == "tab" else "bad_element_id")
                 return number
             case "direction":
-                _require(value in ("up", "down"), "bad_direction")
+                _require(value in ("up", "down") or self._accepts("other_direction"), "bad_direction")
+                return "up" if value == "up" else "down"
             case "time":  # false for NaN
                 _require(type(value) in (int, float) and 0 <= value <= MAX_WAIT_SECONDS, "bad_time")
             case "url":
@@ -287,10 +297,28 @@ class _CallParser:
             case "text" if kind == "key":
                 _require(isinstance(value, str) and is_key_chord(value), "bad_key")
             case "text":
+                if type(value) in (int, float) and self._accepts("number_as_text"):
+                    value = str(value)
                 long = kind == "answer" and isinstance(value, str) and len(value) > MAX_TEXT_CHARS
                 limit = MAX_LONG_ANSWER_CHARS if long and self._accepts("long_answer") else MAX_TEXT_CHARS
                 _require(_is_text(value, limit), "bad_text")
         return value
+
+    def _coordinate(self, value: Any) -> tuple[int, int]:
+        _require(isinstance(value, list) and len(value) in (2, 4), "bad_coordinate")
+        numbers = [
+            round(number) if type(number) is float and not number.is_integer() and self._accepts("fraction")
+            else self._integer(number)
+            for number in value
+        ]  # fmt: skip
+        whole = [number for number in numbers if number is not None]
+        _require(len(whole) == len(value), "bad_coordinate")
+        if len(whole) == 4:
+            _require(self._accepts("box"), "bad_coordinate")
+            whole = [(whole[0] + whole[2]) // 2, (whole[1] + whole[3]) // 2]
+        x, y = (min(max(number, 0), COORDINATE_RANGE) for number in whole)
+        _require([x, y] == whole or self._accepts("out_of_range"), "bad_coordinate")
+        return x, y
 
     def _integer(self, value: Any) -> int | None:
         # type() instead of isinstance: in Python true and false are integers.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from megatron_webrl.rollout.toolset import (
     MAX_RESPONSE_CHARS,
     MAX_TEXT_CHARS,
     MAX_URL_CHARS,
+    REPAIRS,
     ParsedCall,
     Toolset,
     describe_action,
@@ -194,7 +196,7 @@ def test_a_description_is_short_and_names_every_argument() -> None:
 
 
 def lenient(toolset: Toolset, **arguments: Any) -> ParsedCall:
-    return parse_tool_call(call(toolset.tool_name, **arguments), toolset, lenient=True)
+    return parse_tool_call(call(toolset.tool_name, **arguments), toolset, "lenient")
 
 
 LONG_ANSWER = {"action": "answer", "text": "a" * MAX_LONG_ANSWER_CHARS}
@@ -256,6 +258,62 @@ def test_other_faults_remain_format_errors_without_leniencies() -> None:
     for toolset, error, kind, arguments in REFUSED:
         found = lenient(toolset, action=kind, **arguments)
         assert found == ParsedCall(None, error), (kind, str(arguments)[:99])
+
+
+PLACED = '"arguments": {"action": "left_click", "coordinate": [1, 2]}}'
+REPAIRED = [  # toolset, response or arguments, the action that WebGym's parser reads, what it names
+    (EVERYTHING, {"action": "left_click", "coordinate": [100, 200, 301, 400]}, {"coordinate": (200, 300)}, ("box",)),
+    (EVERYTHING, {"action": "left_click", "coordinate": [10.6, 2.0]}, {"coordinate": (11, 2)},
+     ("fraction", "integral_float")),
+    (EVERYTHING, {"action": "left_click", "coordinate": [-3, 1280]}, {"coordinate": (0, 1000)}, ("out_of_range",)),
+    (EVERYTHING, {"action": "left_click", "coordinate": [1.4e300, 0.5, 3, 4]}, {"coordinate": (1000, 2)},
+     ("integral_float", "fraction", "box", "out_of_range")),
+    (EVERYTHING, {"action": "left_click"}, {"coordinate": (500, 500)}, ("missing_argument",)),
+    (EVERYTHING, {"action": "type", "text": "a"}, {"text": "a", "coordinate": (500, 500)}, ("missing_argument",)),
+    (EVERYTHING, {"action": "type", "coordinate": [1, 2]}, {"text": "", "coordinate": (1, 2)}, ("missing_argument",)),
+    (MARKS, {"action": "click"}, {"element_id": 1}, ("missing_argument",)),
+    (EVERYTHING, {"action": "wait"}, {"time": 2}, ("missing_argument",)),
+    (EVERYTHING, {"action": "scroll"}, {"direction": "down"}, ("missing_argument",)),
+    (EVERYTHING, {"action": "scroll", "direction": "left"}, {"direction": "down"}, ("other_direction",)),
+    (EVERYTHING, {"action": "answer", "text": 12.5}, {"text": "12.5"}, ("number_as_text",)),
+    (EVERYTHING, {"action": "go_back", "x": 1}, {}, ("extra_argument",)),
+    (EVERYTHING, wrapped('{"name": "computer_use", "id": "call_1", ' + PLACED), CLICK, ("other_keys",)),
+    (EVERYTHING, wrapped('{"name": "click", ' + PLACED), CLICK, ("other_tool",)),
+    (EVERYTHING, wrapped("{" + PLACED), CLICK, ("other_keys", "other_tool")),
+    (EVERYTHING, format_tool_call(CLICK) + BACK, CLICK, ("several_calls",)),
+    (EVERYTHING, format_tool_call(CLICK) + "</tool_call>", CLICK, ("several_calls",)),
+]  # fmt: skip
+
+
+def test_webgyms_parser_repairs_what_the_lenient_one_refuses_and_names_each_repair() -> None:
+    for toolset, given_call, read, leniencies in REPAIRED:
+        arguments = isinstance(given_call, dict)
+        response = call(toolset.tool_name, **given_call) if arguments else given_call
+        action = Action(given_call["action"], **read) if arguments else read
+        assert parse_tool_call(response, toolset, "webgym") == ParsedCall(action, None, leniencies), response
+        if leniencies != ("extra_argument",):
+            assert parse_tool_call(response, toolset, "lenient").action != action, response
+    names = {name for _, _, _, leniencies in REPAIRED for name in leniencies}
+    assert names - set(LENIENCIES) == set(REPAIRS)
+    for response, error in {
+        "I would click.": "no_tool_call", "<tool_call>" + BACK: "unclosed_tool_call", wrapped("{"): "bad_json",
+        call(action="hover", **PLACE): "unknown_action", call(action="navigate"): "missing_argument",
+        call(action="left_click", coordinate=[1, 2, 3]): "bad_coordinate", call(action="type", text=None): "bad_text",
+        call(action="left_click", coordinate=[True, 2.5]): "bad_coordinate", wrapped('{"name": 1}'): "bad_call",
+    }.items():  # fmt: skip
+        assert parse_tool_call(response, COORDINATE_TOOLSET, "webgym") == ParsedCall(None, error), response
+
+
+@given(toolsets_and_actions())
+def test_a_valid_call_needs_no_repair_except_a_place_and_a_time(drawn: tuple[Toolset, Action]) -> None:
+    toolset, action = drawn
+    parsed = parse_tool_call(format_tool_call(action, toolset), toolset, "webgym")
+    place = action.element_id if toolset.marks else action.coordinate
+    if (action.kind, place) == ("type", None) or (action.kind, action.time) == ("wait", None):
+        assert parsed.leniencies == ("missing_argument",)
+    else:
+        assert set(parsed.leniencies) <= {"url_scheme"}
+        assert replace(parsed.action, url=action.url) == action
 
 
 CALL = format_tool_call(CLICK)

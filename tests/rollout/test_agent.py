@@ -156,8 +156,8 @@ async def test_a_malformed_response_is_reported_and_ends_no_episode(player: Play
 
 async def test_leniencies_are_in_the_step_if_they_are_enabled(player: Player) -> None:
     response = WAIT.replace('"time": 0', '"time": 0, "reason": "none"')
-    for lenient, expected in ((True, (None, ("extra_argument",))), (False, ("unexpected_argument", ()))):
-        (step,) = stored(await player.play([response], task(max_steps=1), lenient_actions=lenient)).steps
+    for parser, expected in (("lenient", (None, ("extra_argument",))), ("strict", ("unexpected_argument", ()))):
+        (step,) = stored(await player.play([response], task(max_steps=1), action_parser=parser)).steps
         assert (step.format_error, step.leniencies) == expected
 
 
