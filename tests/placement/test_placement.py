@@ -27,7 +27,7 @@ from megatron_webrl.placement.prediction import StartEstimate
 from tests.config.conftest import refusal
 
 ROOT = Path(__file__).parents[2]
-CLUSTERS = sorted((ROOT / "configs").glob("*node.yaml"))
+CLUSTERS = [*sorted((ROOT / "configs").glob("*node.yaml")), *sorted((ROOT / "configs" / "published").glob("*.yaml"))]
 ORDER = "tp-cp-ep-dp-pp"
 NO_GPUS = ("cluster.gpus_per_node=0", "cluster.engine_gpus_per_node=0", "trainer.data_parallel=1", "rollout.engines=1")
 EIGHT = ("cluster.gpus_per_node=8", "cluster.engine_gpus_per_node=4", "trainer.data_parallel=0", "rollout.engines=0")
@@ -201,7 +201,7 @@ def test_every_configuration_for_a_cluster_fits_its_machines_and_cards_and_has_t
     shown, written = capsys.readouterr().out, json.loads(file.read_text())
     assert "too much" not in shown
     assert "copies of the model" in shown
-    assert path.stem.endswith(f"_{config.cluster.nodes}node")
+    assert "published" in path.parts or path.stem.endswith(f"_{config.cluster.nodes}node")
     processes = place_processes(config).processes
     used = Counter((process.node, gpu) for process in processes for gpu in process.devices)
     assert used == Counter(product(range(config.cluster.nodes), range(8)))
@@ -209,7 +209,8 @@ def test_every_configuration_for_a_cluster_fits_its_machines_and_cards_and_has_t
     assert written["memory"]["engine"]["parameters"] > 0
     uses = written["memory"]["trainer"]
     most = max(sum(value for value in use.values() if isinstance(value, int)) for use in uses)
-    row = next(line for line in page.splitlines() if f"| `{path.stem}` |" in line)
+    name = path.relative_to(ROOT / "configs").with_suffix("")
+    row = next(line for line in page.splitlines() if f"| `{name}` |" in line)
     assert f"| {most / 2**30:.1f}, " in row
     starts = [line for line in shown.splitlines() if line.startswith(("start: reads ", "checkpoint: writes "))]
     assert len(starts) == 2
