@@ -84,7 +84,7 @@ class RolloutConfig:
     stepping: str = setting(
         "free",
         "free: each agent continues as soon as it has its answer; lockstep: all agents of a worker step "
-        "together (baseline).",
+        "together, a naive loop to compare with.",
         choices=("free", "lockstep"),
     )
     temperature: float = setting(1.0, "Sampling temperature.", above=0)
