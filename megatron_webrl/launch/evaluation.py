@@ -194,8 +194,8 @@ class CheckpointEvaluation:
         for entry in self.summaries[0]["pass_at"].items() if self.config.evaluation.samples > 1 else ():
             console.print("pass@{}: {:.1%}".format(*entry), highlight=False)
         if gain := self._image_gain():
-            line = tables.format_difference(tables.IMAGE_GAIN_NAME, gain)
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            for line in tables.difference_lines(tables.IMAGE_GAIN_NAME, gain):
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
         written = [path for path in (self.output_file, self._stored_file) if path and path not in self.unwritten]
         if written:
             console.print(f"results: {written[0]}", markup=False, soft_wrap=True)
@@ -295,7 +295,8 @@ class CheckpointEvaluation:
         variants = [summary["variant"] for summary in self.summaries]
         if BLANK_IMAGES not in variants:
             return None
-        return contrast([(1, self.results[0]), (-1, self.results[variants.index(BLANK_IMAGES)])])
+        blank = variants.index(BLANK_IMAGES)
+        return contrast((weight, self.summaries[at], self.results[at]) for weight, at in ((1, 0), (-1, blank)))
 
 
 @dataclass(frozen=True)

@@ -265,27 +265,46 @@ def evaluation_metrics(line: Mapping[str, Any]) -> dict[str, float]:
     return {f"{prefix}/{name}": float(value) for name, value in metrics.items()}
 
 
-def contrast(terms: Iterable[tuple[int, Iterable[EvaluationResult]]], seed: int = 0) -> dict[str, Any] | None:
+def contrast(
+    terms: Iterable[tuple[int, Mapping[str, Any], Sequence[EvaluationResult]]], seed: int = 0
+) -> dict[str, Any] | None:
     """Weighted sum of the success of the same tasks in several evaluations, mean over tasks, with a 95 % interval.
 
-    `terms`: weight and results of each evaluation, such as 1 of after and -1 of before for the gain. Of each task
+    `terms`: weight, line and results of each evaluation, such as 1 of after and -1 of before for the gain. Of each task
     sum_e weight_e * success_e, where success_e is the mean of its samples. A task without a verdict in one of them is
     left out; None if no task is left. Paired bootstrap over the tasks (Efron, Bootstrap Methods, 1979): 2.5th to 97.5th
     percentile of BOOTSTRAP_RESAMPLES means.
+
+    `of_all` is the same by intention to treat: over all requested tasks, and an episode without a verdict or without a
+    result is a failure.
     """
-    weighted = [(weight, _successes(results)) for weight, results in terms]
-    tasks = sorted(set.intersection(*(set(successes) for _, successes in weighted)))
-    if not tasks:
+    terms = list(terms)
+    weighted = [(weight, _successes(results)) for weight, _, results in terms]
+    judged = sorted(set.intersection(*(set(successes) for _, successes in weighted)))
+    if not judged:
         return None
-    values = np.array([sum(weight * np.mean(successes[task]) for weight, successes in weighted) for task in tasks])
-    rng = np.random.default_rng(seed)
+    values = [sum(weight * float(np.mean(successes[task])) for weight, successes in weighted) for task in judged]
+    requested = set.intersection(
+        *(set(range(line["first_task"], line["first_task"] + line["tasks_requested"])) for _, line, _ in terms)
+    )
+    of_all = dict.fromkeys(sorted(requested), 0.0)
+    for weight, line, results in terms:
+        for result in results:
+            if result.outcome == "success" and result.index in of_all:
+                of_all[result.index] += weight / line["samples"]
+    return _paired_mean(values, seed) | {"of_all": _paired_mean([*of_all.values()], seed)}
+
+
+def _paired_mean(values: Sequence[float], seed: int) -> dict[str, Any]:
+    """Mean over tasks with its bootstrap interval."""
+    each, rng = np.array(values), np.random.default_rng(seed)
     draws = (
-        rng.integers(0, len(tasks), (_RESAMPLES_AT_ONCE, len(tasks)))
+        rng.integers(0, len(each), (_RESAMPLES_AT_ONCE, len(each)))
         for _ in range(BOOTSTRAP_RESAMPLES // _RESAMPLES_AT_ONCE)
     )
-    means = np.concatenate([values[draw].mean(axis=1) for draw in draws])
+    means = np.concatenate([each[draw].mean(axis=1) for draw in draws])
     low, high = np.percentile(means, [2.5, 97.5])
-    return {"mean": float(values.mean()), "interval": [float(low), float(high)], "tasks": len(tasks)}
+    return {"mean": float(each.mean()), "interval": [float(low), float(high)], "tasks": len(each)}
 
 
 def _statistics(results: Sequence[EvaluationResult]) -> dict[str, Any]:
@@ -412,7 +431,7 @@ def summarise(folder: Path, version: int) -> dict[str, Any]:
                 results[name] = read_results(folder, found[name])
     for gain, weights in GAINS.items():
         if results.keys() >= weights.keys():
-            found[gain] = contrast((weight, results[name]) for name, weight in weights.items())
+            found[gain] = contrast((weight, found[name], results[name]) for name, weight in weights.items())
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from rich import box
@@ -25,6 +26,7 @@ GAIN_NAMES = {
     "blind_gain": "gain with blank images",
     "seeing_gain": "gain that needs the screenshot",
 }
+OF_ALL_NAME = "no verdict as a failure"  # the contrast of the line above, by intention to treat
 FIRST_STEP_NAME = "not failed at the first step"
 
 
@@ -85,11 +87,21 @@ def format_rates(line: Mapping[str, Any]) -> str:
     )
 
 
-def format_difference(name: str, gain: Mapping[str, Any], width: int = 0) -> str:
-    """A contrast of success rates in one line; `width` of the name, so that lines below each other are aligned."""
+def difference_lines(name: str, gain: Mapping[str, Any], width: int = 0) -> list[str]:
+    """A contrast of success rates in one line, and in a second one by intention to treat, where that differs.
+
+    `width` of the name, so that lines below each other are aligned.
+    """
     points = "+5.1f" if width else "+.1f"
-    mean, low, high = (format(100 * value, points) for value in (gain["mean"], *gain["interval"]))
-    return f"{name + ':':<{width}} {mean} points, 95 % interval {low} to {high} (bootstrap, {gain['tasks']} tasks)"
+
+    def describe(found: Mapping[str, Any]) -> str:
+        mean, low, high = (format(100 * value, points) for value in (found["mean"], *found["interval"]))
+        return f"{mean} points, 95 % interval {low} to {high} (bootstrap, {found['tasks']} tasks)"
+
+    texts = {name: describe(gain), OF_ALL_NAME: describe(gain["of_all"])}
+    if texts[name] == texts[OF_ALL_NAME]:
+        del texts[OF_ALL_NAME]
+    return [f"{label + ':':<{width}} {text}" for label, text in texts.items()]
 
 
 def gain_lines(evaluation: Mapping[str, Any]) -> list[str]:
@@ -99,7 +111,8 @@ def gain_lines(evaluation: Mapping[str, Any]) -> list[str]:
     """
     names = GAIN_NAMES if evaluation["seeing_gain"] else {"gain": GAIN_NAMES["gain"], "image_gain": IMAGE_GAIN_NAME}
     width = 1 + max(map(len, names.values())) if evaluation["seeing_gain"] else 0
-    lines = [format_difference(label, evaluation[name], width) for name, label in names.items() if evaluation[name]]
+    found = [difference_lines(label, evaluation[name], width) for name, label in names.items() if evaluation[name]]
+    lines = [*chain.from_iterable(found)]
     rates = [evaluation[kind] and evaluation[kind].get("success_past_first_step") for kind in ("before", "after")]
     if lines and None not in rates:
         before, after = map(_percent, rates)

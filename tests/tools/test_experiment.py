@@ -11,9 +11,18 @@ from rich.console import Console
 
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.track import summary
+from megatron_webrl.track.evaluations import EvaluationLog, EvaluationRequest, EvaluationResult, aggregate_results
 from tests.tools.written_runs import write_run
 from tools.bench import experiment as runner
-from tools.bench.experiment_figures import Run, Target, Task, arm_figures, compared_figures, read_run
+from tools.bench.experiment_figures import (
+    Run,
+    Target,
+    Task,
+    arm_figures,
+    compared_figures,
+    read_run,
+    reported_columns,
+)
 
 
 @pytest.mark.parametrize("name", runner.names())
@@ -63,7 +72,9 @@ def test_a_run_whose_accounting_does_not_match_gives_no_figures(tmp_path: Path):
 
 
 def evaluated(arm: str, seed: int, successes: dict[str, list[float]], tokens: float = 10.0) -> Run:
-    tasks = {name: {n: Task("click", rate, tokens) for n, rate in enumerate(each)} for name, each in successes.items()}
+    tasks = {
+        name: {n: Task("click", rate, tokens, rate) for n, rate in enumerate(each)} for name, each in successes.items()
+    }
     return Run(arm, seed, None, {"per_hour": tokens}, tasks, [])
 
 
@@ -76,13 +87,35 @@ def test_gains_are_of_the_same_tasks_and_arms_are_compared_in_pairs():
     gain = arm_figures(runs, "ours", "gain")
     assert gain is not None
     assert gain.value == pytest.approx(1 / 3)
-    assert gain.low == 0
-    assert gain.high == 1
+    assert gain.low < 0 < gain.high  # of three tasks
     assert arm_figures(runs, "ours", "greedy_after") is None
     lead, ratio = (compared_figures(runs, "ours", "theirs", column) for column in ("after", "per_hour"))
     assert lead is not None
     assert ratio is not None
     assert (lead.value, ratio.value, ratio.low, ratio.high) == (pytest.approx(1 / 3), 0.5, 0.5, 0.5)
+
+
+def test_the_gain_of_all_episodes_is_beside_that_of_the_judged_ones_where_they_differ(tmp_path: Path):
+    def result(index: int, outcome: str) -> EvaluationResult:
+        return EvaluationResult(index, 0, f"click/{index}", "miniwob", "click", "easy", outcome, 2, 20, 1.5, (3, 4), "")
+
+    def run(seed: int, after: list[str]) -> Run:
+        folder = written(tmp_path / f"run-{seed}")
+        for kind, outcomes in (("before", ["failure", "failure", "success"]), ("after", after)):
+            request = EvaluationRequest(1, kind, 3, 1, 0.0, 3)
+            results = [result(index, outcome) for index, outcome in enumerate(outcomes)]
+            EvaluationLog(folder).append(aggregate_results(request, results, 1.0), results)
+        return read_run("ours", seed, folder, Target(), "", [])
+
+    runs = [run(0, ["success", "failure", "success"])]
+    assert reported_columns(runs, ["ours"], ["gain", "per_hour"]) == ["gain", "per_hour"]
+    runs.append(run(1, ["success", "engine_error"]))  # and no result of the third task
+    assert reported_columns(runs, ["ours"], ["gain", "per_hour"]) == ["gain", "gain_of_all", "per_hour"]
+    judged, of_all = (arm_figures(runs, "ours", column) for column in ("gain", "gain_of_all"))
+    assert judged is not None
+    assert of_all is not None
+    assert judged.value == 1  # of the task with verdicts in all evaluations of both seeds
+    assert of_all.value == pytest.approx((1 / 3 + 0) / 2)
 
 
 @pytest.mark.slow

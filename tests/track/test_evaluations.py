@@ -206,10 +206,12 @@ def test_the_gain_that_needs_the_screenshot_is_a_difference_of_differences_over_
     means = np.nanmean(matrix[:, judged], axis=2)  # several samples of a task count by their mean
     each_task = (means[1] - means[0]) - (means[3] - means[2])
 
+    line = aggregate_results(replace(REQUEST, tasks=40, samples=2), [], 1.0)
+
     def seeing_gain(*evaluations: list[EvaluationResult]) -> Any:
         names = ("before", "after", "before_blank_images", "after_blank_images")
         results = dict(zip(names, evaluations, strict=True))
-        return contrast((weight, results[name]) for name, weight in GAINS["seeing_gain"].items())
+        return contrast((weight, line, results[name]) for name, weight in GAINS["seeing_gain"].items())
 
     found = seeing_gain(before, after, before_blank, after_blank)
     assert (found["tasks"], found["mean"]) == (judged.sum(), pytest.approx(each_task.mean()))
@@ -219,3 +221,31 @@ def test_the_gain_that_needs_the_screenshot_is_a_difference_of_differences_over_
     assert seeing_gain(before, after, before_blank, []) is None
     # Without any difference by seeing, the two gains cancel in every task.
     assert seeing_gain(before, after, before, after)["interval"] == [0.0, 0.0]
+
+
+def test_by_intention_to_treat_an_episode_without_a_verdict_or_a_result_is_a_failure():
+    """Task 0 is lost to a crash after training, 1 is blocked before, 2 has no result after, 3 succeeds in 1 of 2."""
+    request = replace(REQUEST, samples=2)
+    outcomes = {
+        "before": ["success", "blocked", "success", "failure", "failure", "blocked", "success", "failure"],
+        "after": ["engine_error", "success", None, "success", "engine_error", "success", None, "failure"],
+    }
+    terms = []
+    for name, weight in GAINS["gain"].items():
+        episodes = [(request.task_and_sample(i), outcome) for i, outcome in enumerate(outcomes[name])]
+        results = [result(index, outcome, sample=sample) for (index, sample), outcome in episodes if outcome]
+        terms.append((weight, aggregate_results(request, results, 1.0), results))
+    found = contrast(terms)
+    assert found is not None
+    assert (found["mean"], found["tasks"]) == (0.5, 1)  # of task 3 alone
+    assert (found["of_all"]["mean"], found["of_all"]["tasks"]) == ((-0.5 + 1 - 1 + 0.5) / 4, 4)
+    weights = np.random.default_rng(7).multinomial(4, [1 / 4] * 4, 40_000)
+    resampled = weights @ np.array([-0.5, 1, -1, 0.5]) / 4
+    assert found["of_all"]["interval"] == pytest.approx(list(np.percentile(resampled, [2.5, 97.5])), abs=0.02)
+    judged, all_episodes = tables.difference_lines("gain of the run", found)
+    assert "+50.0 points" in judged
+    assert all_episodes.startswith("no verdict as a failure: +0.0 points")
+    assert "4 tasks" in all_episodes
+    complete = [result(i, "success", sample=s) for i in range(4) for s in range(2)]
+    line = aggregate_results(request, complete, 1.0)
+    assert len(tables.difference_lines("gain", contrast([(1, line, complete)]) or {})) == 1

@@ -31,7 +31,17 @@ from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.track import summary
 from megatron_webrl.util import atomic_file
 from tools.arguments import bounded_number, make_bench_parser, write_json
-from tools.bench.experiment_figures import Run, Target, arm_figures, compare_arms, draw, has_reached, read_run, show
+from tools.bench.experiment_figures import (
+    Run,
+    Target,
+    arm_figures,
+    compare_arms,
+    draw,
+    has_reached,
+    read_run,
+    reported_columns,
+    show,
+)
 from tools.bench.jobs import run_job
 
 EXPERIMENTS = Path(__file__).with_name("experiments")
@@ -232,12 +242,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             runs, code = measure(jobs, options.arms or list(experiment.arms), seeds[:1] if options.quick else seeds)
     except (RuntimeError, OSError, ValueError, ConfigError) as error:
         sys.exit(f"bench.experiment: {error}")
-    columns = [
-        column for column in experiment.columns if any(arm_figures(runs, arm, column) for arm in experiment.arms)
-    ]
+    columns = reported_columns(runs, list(experiment.arms), experiment.columns)
     arms = [arm for arm in experiment.arms if any(run.arm == arm for run in runs)]
     show(runs, arms, columns, {name: arm.metric for name, arm in experiment.arms.items()}, console)
-    compared = compare_arms(runs, arms, experiment.compare, experiment.compared, console)
+    compared = compare_arms(runs, arms, experiment.compare, reported_columns(runs, arms, experiment.compared), console)
     if options.plots:
         options.plots.write_text(draw(runs, Path(options.experiment).stem))
     figures = {

@@ -20,7 +20,7 @@ from megatron_webrl.monitor.progress import trained_episodes
 from megatron_webrl.track import summary
 from megatron_webrl.track.evaluations import EvaluationResult, evaluation_name, read_evaluations, read_results
 from megatron_webrl.trainer.metrics.group_statistics import GROUP_KINDS
-from tools.bench.bootstrap import Interval, mean_over_seeds, percentile_interval, resample_means
+from tools.bench.bootstrap import Interval, crossed_interval
 from tools.plot import BLUE, GREEN, GREY, ORANGE, add_legend, add_titles, moving_average, render_svg
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ EVALUATED: dict[str, tuple[str, Mapping[str, int]]] = {
     "before": ("success", {"before": 1}),
     "after": ("success", {"after": 1}),
     "gain": ("success", {"after": 1, "before": -1}),
+    "gain_of_all": ("success_of_all", {"after": 1, "before": -1}),
     "blind_gain": ("success", {"after_blank_images": 1, "before_blank_images": -1}),
     "seeing_gain": (
         "success",
@@ -40,7 +41,7 @@ EVALUATED: dict[str, tuple[str, Mapping[str, int]]] = {
     "tokens": ("tokens", {"after": 1}),
 }
 """Columns of evaluations: what is summed, and its weight in each of them; they have a value for each task."""
-POINTS = ("gain", "blind_gain", "seeing_gain")
+POINTS = ("gain", "gain_of_all", "blind_gain", "seeing_gain")
 SHARES = (
     "before", "after", "greedy_before", "greedy_after", "trains", "waits", "syncs", "engine_idle", "wasted",
     "wasted_with_signal", "format_error_rate", "gradient_clipped",
@@ -61,11 +62,12 @@ class Target:
 
 @dataclass(frozen=True)
 class Task:
-    """A held-out task of an evaluation, means over its samples with a verdict."""
+    """A held-out task of an evaluation, means over its samples with a verdict; None without one."""
 
     environment: str
-    success: float
-    tokens: float  # response tokens of an episode
+    success: float | None
+    tokens: float | None  # response tokens of an episode
+    success_of_all: float  # of all samples, those without a verdict and missing ones as failures
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ def read_run(arm: str, seed: int, folder: Path, target: Target, metric: str, col
         raise RuntimeError(f"the accounting of {folder} does not match: {accounting}")
     updates, last = summary.read_updates(folder), updates_to_success(summary.read_updates(folder), target)
     lines = {evaluation_name(line["kind"], line["variant"]): line for line in read_evaluations(folder)}
-    results = {name: [each for each in read_results(folder, line) if each.has_verdict] for name, line in lines.items()}
+    results = {name: read_results(folder, line) for name, line in lines.items()}
     figures = _update_figures(updates[:last], target.skipped_updates, parse_config(folder / "config.yaml"))
     if accounting and "tokens" in accounting:
         figures |= _wasted(accounting["tokens"]["trained"], accounting["tokens"]["dropped"])
@@ -133,7 +135,7 @@ def read_run(arm: str, seed: int, folder: Path, target: Target, metric: str, col
     rates = [(each["version"] - 1, each["extra"].get("rollout_success_rate")) for each in updates]
     return Run(
         arm=arm, seed=seed, reached=None if target.success is None else last is not None, figures=figures,
-        tasks={name: _tasks(each) for name, each in results.items()},
+        tasks={name: _tasks(each, lines[name]) for name, each in results.items()},
         sampled=[(version, rate) for version, rate in rates if rate is not None],
     )  # fmt: skip
 
@@ -166,23 +168,28 @@ def _wasted(trained: int, dropped: Mapping[str, int]) -> dict[str, float]:
     return {"wasted": sum(dropped.values()) / total, "wasted_with_signal": signal / total} if total else {}
 
 
-def _tasks(results: Sequence[EvaluationResult]) -> dict[int, Task]:
+def _tasks(results: Sequence[EvaluationResult], line: Mapping[str, Any]) -> dict[int, Task]:
+    """The tasks of an evaluation, those without a result included; `line`: of evaluations.jsonl."""
     by_index: dict[int, list[EvaluationResult]] = defaultdict(list)
     for result in results:
         by_index[result.index].append(result)
-    return {
-        index: Task(
-            each[0].environment, fmean(e.outcome == "success" for e in each), fmean(e.response_tokens for e in each)
-        )
-        for index, each in sorted(by_index.items())
-    }
+    tasks = {}
+    for index in range(line["first_task"], line["first_task"] + line["tasks_requested"]):
+        each = by_index[index]
+        judged, successes = [e for e in each if e.has_verdict], sum(e.outcome == "success" for e in each)
+        tasks[index] = Task(
+            environment=each[0].environment if each else "", success=successes / len(judged) if judged else None,
+            tokens=fmean(e.response_tokens for e in judged) if judged else None,
+            success_of_all=successes / line["samples"],
+        )  # fmt: skip
+    return tasks
 
 
 def values(runs: Sequence[Run], run: Run, column: str) -> dict[int, float]:
     """The values of a run: of each task, or one. Empty without.
 
-    A task without a verdict in one of the evaluations is left out of all columns, so that they add up. The initial
-    weights were evaluated by another run of the same seed.
+    A task without a verdict in one of the evaluations is left out of all columns but those of all episodes, so that
+    they add up. The initial weights were evaluated by another run of the same seed.
     """
     if column not in EVALUATED:
         return {0: run.figures[column]} if column in run.figures else {}
@@ -190,11 +197,12 @@ def values(runs: Sequence[Run], run: Run, column: str) -> dict[int, float]:
     what, weights = EVALUATED[column]
     if not weights.keys() <= evaluations.keys():
         return {}
-    common = set.intersection(*(set(tasks) for tasks in evaluations.values()))
-    return {
-        index: sum(weight * getattr(evaluations[name][index], what) for name, weight in weights.items())
-        for index in sorted(common)
-    }
+    sums: dict[int, float] = {}
+    for index in sorted(set.intersection(*(set(tasks) for tasks in evaluations.values()))):
+        tasks = {name: each[index] for name, each in evaluations.items()}
+        if what == "success_of_all" or all(task.success is not None for task in tasks.values()):
+            sums[index] = sum(weight * getattr(tasks[name], what) for name, weight in weights.items())
+    return sums
 
 
 def evaluations_of(runs: Sequence[Run], run: Run) -> dict[str, Mapping[int, Task]]:
@@ -204,35 +212,53 @@ def evaluations_of(runs: Sequence[Run], run: Run) -> dict[str, Mapping[int, Task
 
 
 def arm_figures(runs: Sequence[Run], arm: str, column: str) -> Interval | None:
-    """Mean over tasks and then over seeds, with its interval; None without a value of each seed.
-
-    With one seed the interval is over tasks alone, and a column without tasks has none.
-    """
-    tables = [np.array(list(values(runs, run, column).values())) for run in runs if run.arm == arm]
-    if not tables or not all(len(table) for table in tables):
-        return None
-    return percentile_interval(float(mean_over_seeds(tables)), resample_means(tables))
+    """Mean over seeds and the tasks that they share, with its interval; None without a value of each seed."""
+    table = _table([values(runs, run, column) for run in runs if run.arm == arm])
+    return crossed_interval(table) if table.size else None
 
 
 def compared_figures(runs: Sequence[Run], arm: str, peer: str, column: str) -> Interval | None:
-    """`arm` compared with `peer`: a difference of shares, else a ratio. Seeds and tasks of both are drawn in pairs.
+    """`arm` compared with `peer`: a difference of shares, else a ratio. Over the seeds and tasks that both have.
 
-    None without a common seed and task, and where a run did not reach the success.
+    The interval of a ratio is that of its logarithm, linearised at the means. None without a common seed and task,
+    where a run did not reach the success, and for a ratio of 0.
     """
-    tables = []
+    rows: list[list[dict[int, float]]] = [[], []]
     for seed in sorted({run.seed for run in runs}):
         pair = [next((run for run in runs if (run.arm, run.seed) == (name, seed)), None) for name in (arm, peer)]
         if any(run is not None and column in UNTIL_SUCCESS and run.reached is False for run in pair):
             return None
         found = [values(runs, run, column) if run else {} for run in pair]
-        if common := sorted(found[0].keys() & found[1].keys()):
-            tables.append(np.array([[each[task] for each in found] for task in common], np.float64))
-    if not tables:
+        if all(found):
+            for row, each in zip(rows, found, strict=True):
+                row.append(each)
+    both = _table([*rows[0], *rows[1]])
+    if not both.size:
         return None
-    mean, resampled = mean_over_seeds(tables), resample_means(tables)
+    ours, theirs = np.split(both, 2)
     if column in SHARES or column in POINTS:
-        return percentile_interval(mean[0] - mean[1], resampled[:, 0] - resampled[:, 1])
-    return percentile_interval(mean[0] / mean[1], resampled[:, 0] / resampled[:, 1]) if mean[1] else None
+        return crossed_interval(ours - theirs)
+    if min(ours.mean(), theirs.mean()) <= 0:
+        return None
+    ratio, relative = ours.mean() / theirs.mean(), crossed_interval(ours / ours.mean() - theirs / theirs.mean())
+    return Interval(float(ratio), *(float(ratio * np.exp(end)) for end in (relative.low, relative.high)))
+
+
+def _table(rows: Sequence[Mapping[int, float]]) -> np.ndarray:
+    """Values by task, of one row each: those of the tasks that all rows have, float64 [rows, tasks]."""
+    common = sorted(set.intersection(*map(set, rows))) if rows else []
+    return np.array([[row[task] for task in common] for row in rows], np.float64)
+
+
+def reported_columns(runs: Sequence[Run], arms: Sequence[str], columns: Sequence[str]) -> list[str]:
+    """The columns with a value, and after the gain of judged episodes that of all where the two differ."""
+    found = []
+    for column in columns:
+        figures = [arm_figures(runs, arm, column) for arm in arms]
+        found += [column] if any(figures) else []
+        if column == "gain" and figures != [arm_figures(runs, arm, "gain_of_all") for arm in arms]:
+            found.append("gain_of_all")
+    return found
 
 
 def lost_environments(runs: Sequence[Run], arm: str) -> dict[str, float]:
@@ -274,8 +300,9 @@ def show(
         table.add_row(*cells)
     console.print(table)
     console.print(
-        "95 % intervals in brackets: bootstrap over seeds, then tasks, with one seed over tasks alone; shares in "
-        "percent, gains in points; metric: of the arm, mean over updates; ≥: a run did not reach the success",
+        "95 % intervals in brackets: bootstrap crossed over seeds and their common tasks, with one seed over tasks "
+        "alone; shares in percent, gains in points; gain_of_all: an episode without a verdict is a failure; metric: of "
+        "the arm, mean over updates; ≥: a run did not reach the success",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
 
