@@ -176,7 +176,7 @@ class Coordinator:
         assert self.updates is not None
         self.updates.append(update.to_json())
         self._save_judge_usage()
-        for alarm in result.mismatch.alarms():
+        for alarm in (*result.mismatch.alarms(), *self.group_source.pop_alarms()):
             log.warning("update %d: %s", version, alarm)
 
     def _update_metrics(self, result: UpdateResult) -> UpdateMetrics:

@@ -24,7 +24,7 @@ from megatron_webrl.trainer.credit.rewards import outcome_reward
 from megatron_webrl.trainer.credit.step_critic import critic_credit
 from megatron_webrl.trainer.loss.objective import make_objective
 from megatron_webrl.trainer.loss.token_data import StepValues, TokenData
-from megatron_webrl.trainer.metrics.group_statistics import GroupStatistics, credit_metrics
+from megatron_webrl.trainer.metrics.group_statistics import GroupStatistics, SelectionStatistics, credit_metrics
 from megatron_webrl.trainer.metrics.logprob_mismatch import LagMismatch, LogprobMismatch
 from megatron_webrl.trainer.metrics.token_metrics import PER_STEP_METRICS, loss_metrics, token_statistics
 from megatron_webrl.types import Group, JudgeStage, Verdict
@@ -71,7 +71,9 @@ def loss_example() -> dict[str, float]:
 def group_example() -> dict[str, float]:
     statistics = GroupStatistics(outcome_reward)
     statistics.add(MIXED)
-    return statistics.pop_metrics()
+    selection = SelectionStatistics()
+    selection.add(MIXED, "stale")
+    return statistics.pop_metrics() | selection.pop_metrics()
 
 
 def accounting_example() -> dict[str, float]:

@@ -40,6 +40,15 @@ def test_a_run_ends_with_a_checkpoint_unless_there_is_one_or_none_is_wanted(
     assert coordinator.checkpoints.close.call_count == 1
 
 
+def test_an_update_warns_of_what_its_metrics_say_is_wrong(caplog: pytest.LogCaptureFixture) -> None:
+    coordinator = mock.Mock(config=parse_config(None, []))
+    coordinator.group_source.pop_alarms.return_value = ["dropped groups differ"]
+    result = mock.Mock(version=3)
+    result.mismatch.alarms.return_value = ["the engine differs"]
+    Coordinator.log_update(coordinator, result)
+    assert caplog.messages == ["update 3: the engine differs", "update 3: dropped groups differ"]
+
+
 @pytest.mark.usefixtures("one_rank")
 def test_lines_wait_for_a_full_disk_and_are_written_before_a_checkpoint(tmp_path: Path) -> None:
     config = parse_config(None, [f"run.directory={tmp_path}", "tracking.uri=http://127.0.0.1:9"])  # nobody listens

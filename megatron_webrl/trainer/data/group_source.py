@@ -16,7 +16,7 @@ from megatron_webrl.trainer.accounting import Accounting
 from megatron_webrl.trainer.checkpoint.recovery import ResumePoint
 from megatron_webrl.trainer.credit.advantages import common_outcome
 from megatron_webrl.trainer.credit.rewards import reward_function
-from megatron_webrl.trainer.metrics.group_statistics import GroupStatistics, mask_name
+from megatron_webrl.trainer.metrics.group_statistics import GroupStatistics, SelectionStatistics, mask_name
 from megatron_webrl.trainer.multi_node.exchange import RecordSource
 from megatron_webrl.types import ABORTED, Group, Trajectory
 
@@ -65,7 +65,7 @@ class GroupSource:
         self.dropped_tickets = 0
         self.lost_tickets = 0  # open ones whose group cannot become complete
         self.episodes_by_worker: Counter[str] = Counter()  # episodes read, by worker instance
-        self._statistics = GroupStatistics(reward_function(config))
+        self._statistics, self._selection = GroupStatistics(reward_function(config)), SelectionStatistics()
         self._in_use: set[int] = set()  # tickets returned by wait_for_groups and not closed
         # Ticket -> index -> number and content of a record, whose arrays are views of it until it is acknowledged.
         self._partial: dict[int, dict[int, tuple[int, Trajectory]]] = defaultdict(dict)
@@ -125,14 +125,19 @@ class GroupSource:
         """Count a trained group and free its records."""
         for trajectory in group.trajectories:
             self._count(trajectory, None if trajectory.trainable else mask_name(trajectory))
+        self._selection.add(group, None)
         self.closed_tickets.add(group.ticket)
         self._in_use.discard(group.ticket)
         self._acknowledge(sequences)
         self._on_close(group)
 
     def pop_metrics(self) -> dict[str, float]:
-        """Metrics of the groups completed since the last call: see GroupStatistics."""
-        return self._statistics.pop_metrics()
+        """Metrics of the groups completed since the last call: see GroupStatistics; and see SelectionStatistics."""
+        return self._statistics.pop_metrics() | self._selection.pop_metrics()
+
+    def pop_alarms(self) -> list[str]:
+        """What is wrong with the choice of the trained groups since the last call."""
+        return self._selection.pop_alarms()
 
     def waiting_episodes(self) -> int:
         """Episodes read and neither trained nor dropped."""
@@ -226,6 +231,7 @@ class GroupSource:
     def _drop(self, group: Group, sequences: list[int], reason: str) -> None:
         for trajectory in group.trajectories:
             self._count(trajectory, reason if trajectory.trainable else mask_name(trajectory))
+        self._selection.add(group, reason)
         self.closed_tickets.add(group.ticket)
         self.dropped_tickets += 1
         self._acknowledge(sequences)

@@ -1,8 +1,8 @@
-"""Metrics of complete groups before selection, dropped ones included, and of the verdicts on their episodes."""
+"""Metrics of complete groups before selection, of what selection drops, and of the verdicts on their episodes."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -12,12 +12,16 @@ import numpy as np
 from megatron_webrl.config.advantage import AdvantageConfig, AnchoredConfig
 from megatron_webrl.track.metrics import mean
 from megatron_webrl.trainer.credit.advantages import common_outcome, is_overlong, steps_by_state
-from megatron_webrl.types import BLOCKED, FAULT_OUTCOMES, JUDGE_ERROR, Group, Trajectory, Verdict
+from megatron_webrl.types import BLOCKED, DIFFICULTIES, FAULT_OUTCOMES, JUDGE_ERROR, Group, Trajectory, Verdict
 from megatron_webrl.util.text import metric_label
 
 GROUP_KINDS = ("all_succeeded", "all_failed")
 ALWAYS_NAMED_MASKS = (BLOCKED, JUDGE_ERROR)  # have a rate even if it is 0
 FIGURES = ("calls", "prompt_tokens", "response_tokens", "dollars", "seconds")
+TRAINED = "trained"
+SELECTION_UPDATES = 10  # over which dropped groups are compared with trained ones
+SELECTION_GROUPS = 8  # of either kind, below which a difference is no alarm
+SELECTION_LIMIT = 1 / 3  # difference relative to the trained groups above which an update warns
 UNJUDGED = "none"  # evaluator of an episode without a regular end
 Item = TypeVar("Item")
 
@@ -82,6 +86,72 @@ class GroupStatistics:
         metrics |= _group_metrics(self._groups) | verdict_metrics(self._verdicts)
         self._reset()
         return metrics
+
+
+class SelectionStatistics:
+    """Compares dropped groups with trained ones by length and difficulty, over the last SELECTION_UPDATES updates.
+
+    A batch without long or hard tasks teaches short and easy ones. Groups of one outcome differ by their nature;
+    stale and aborted ones differ where a limit is too tight for long episodes.
+    """
+
+    def __init__(self) -> None:
+        # By what became of a group: sums of groups, episodes, their steps, groups with a difficulty, their levels.
+        self._updates: deque[dict[str, np.ndarray]] = deque([{}], maxlen=SELECTION_UPDATES)
+        self._alarmed: set[str] = set()  # names of metrics whose alarm was raised and still holds
+
+    def add(self, group: Group, reason: str | None) -> None:
+        """Count a closed group; `reason` of the drop, None if it was trained.
+
+        Masked episodes count with the steps that they had. Difficulty is 1 (easy) to 3 (hard).
+        """
+        steps, difficulty = [len(t.steps) for t in group.trajectories], group.trajectories[0].task.difficulty
+        level = DIFFICULTIES.index(difficulty) + 1 if difficulty in DIFFICULTIES else 0
+        name = TRAINED if reason is None else metric_label(reason)
+        sums = self._updates[-1].setdefault(name, np.zeros(5))
+        sums += (1, len(steps), sum(steps), level > 0, level)
+
+    def pop_metrics(self) -> dict[str, float]:
+        """Metrics by MLflow name; the next update begins."""
+        metrics: dict[str, float] = {}
+        for name, (groups, _, _, _, _) in self._totals().items():
+            metrics[f"selection/{name}/groups"] = float(groups)
+        for figure, means in self._means().items():
+            metrics |= {f"selection/{name}/{figure}": mean for name, mean in means.items()}
+        self._updates.append({})
+        return metrics
+
+    def pop_alarms(self) -> list[str]:
+        """What differs by more than SELECTION_LIMIT and did not at the last call."""
+        found, totals = {}, self._totals()
+        enough = {name for name, sums in totals.items() if sums[0] >= SELECTION_GROUPS}
+        for figure, means in self._means().items():
+            trained = means.get(TRAINED, 0.0)
+            for name in sorted(enough & means.keys() - {TRAINED}) if trained and TRAINED in enough else ():
+                if abs(means[name] / trained - 1) > SELECTION_LIMIT:
+                    found[f"selection/{name}/{figure}"] = (
+                        f"the groups dropped as {name} differ from the trained ones by more than a third: {figure} "
+                        f"{means[name]:.3g} of {totals[name][0]:.0f} groups against {trained:.3g}, over the last "
+                        f"{SELECTION_UPDATES} updates (selection/{name}/{figure})"
+                    )
+        raised = [text for name, text in found.items() if name not in self._alarmed]
+        self._alarmed = set(found)
+        return raised
+
+    def _totals(self) -> dict[str, np.ndarray]:
+        totals: defaultdict[str, np.ndarray] = defaultdict(lambda: np.zeros(5))
+        for update in self._updates:
+            for name, sums in update.items():
+                totals[name] += sums
+        return dict(sorted(totals.items()))
+
+    def _means(self) -> dict[str, dict[str, float]]:
+        """Mean steps of an episode and mean difficulty of a group, by what became of the group."""
+        totals = self._totals().items()
+        return {
+            "steps_mean": {name: float(sums[2] / sums[1]) for name, sums in totals},
+            "difficulty_mean": {name: float(sums[4] / sums[3]) for name, sums in totals if sums[3]},
+        }
 
 
 def mask_name(trajectory: Trajectory) -> str:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_webrl.trainer.credit.rewards import outcome_reward
-from megatron_webrl.trainer.metrics.group_statistics import GroupStatistics, verdict_metrics
+from megatron_webrl.trainer.metrics.group_statistics import GroupStatistics, SelectionStatistics, verdict_metrics
 from megatron_webrl.types import Group, Verdict
 from tests.trajectories import trajectory
 
@@ -76,6 +76,35 @@ def test_finished_episodes_of_an_aborted_group_are_no_estimate_of_the_policy():
     for prefix in estimates:
         assert chosen(metrics, prefix) == chosen(without, prefix) != {}
     assert not [name for name in metrics_of([aborted]) if name.startswith(estimates)]
+
+
+def test_dropped_groups_are_compared_with_trained_ones_by_length_and_difficulty():
+    statistics = SelectionStatistics()
+    for ticket in range(8):
+        statistics.add(group(ticket, ("success", 4), ("failure", 8), difficulty="medium"), None)
+        statistics.add(group(ticket, ("failure", 5), ("aborted", 2), difficulty="medium"), "aborted")
+        statistics.add(group(ticket, ("failure", 7), ("failure", 8), difficulty="hard"), "all_failed")
+        if ticket:  # one group too few for an alarm
+            statistics.add(group(ticket, ("success", 30), ("failure", 30), difficulty="medium"), "stale")
+    assert statistics.pop_metrics() == {
+        "selection/trained/groups": 8, "selection/trained/steps_mean": 6, "selection/trained/difficulty_mean": 2,
+        "selection/aborted/groups": 8, "selection/aborted/steps_mean": 3.5, "selection/aborted/difficulty_mean": 2,
+        "selection/all_failed/groups": 8, "selection/all_failed/steps_mean": 7.5,
+        "selection/all_failed/difficulty_mean": 3,
+        "selection/stale/groups": 7, "selection/stale/steps_mean": 30, "selection/stale/difficulty_mean": 2,
+    }  # fmt: skip
+    alarms = statistics.pop_alarms()
+    assert [alarm.rpartition("(")[2] for alarm in alarms] == [
+        "selection/aborted/steps_mean)", "selection/all_failed/difficulty_mean)"
+    ]  # fmt: skip
+    assert "steps_mean 3.5 of 8 groups against 6" in alarms[0]
+    assert statistics.pop_alarms() == []  # raised already
+    statistics.add(group(9, ("failure", 30), ("failure", 30), difficulty="medium"), "stale")
+    assert "dropped as stale" in "".join(statistics.pop_alarms())
+    for _ in range(10):
+        last = statistics.pop_metrics()
+    assert last["selection/stale/groups"] == 1  # the others are of the first update, ten updates ago
+    assert statistics.pop_metrics() == {}
 
 
 def judged(outcome: str, calls: int, dollars: float, seconds: float) -> Verdict:
