@@ -135,6 +135,11 @@ class ReplayConfig:
     """What raft and raft_plus_plus share, which imitate successes."""
 
     replay_versions: int = setting(0, "Number of earlier versions whose successes are imitated again.", low=0)
+    unchanged_pages: str = setting(
+        "keep",
+        "Steps after which the screenshot was the same: imitate them, or skip all but an episode's last step.",
+        choices=("keep", "skip"),
+    )
 
 
 @dataclass
@@ -166,6 +171,15 @@ def loss_config(name: str = "grpo", **settings: Any) -> Any:
 
 @dataclass
 class RewardConfig:
+    unfinished: str = setting(
+        "mask",
+        "Episodes that a fault of browser or engine (after a retry), rollout.episode_timeout_seconds or a prompt above "
+        "rollout.max_model_len cuts off: masked, or trained as failures.",
+        choices=("mask", "failure"),
+    )
+    turn_discount: float = setting(
+        1.0, "The reward is multiplied by this, to the power of the steps after the first.", above=0, high=1
+    )
     format_penalty: float = setting(
         0.0, "Subtracted from the reward, times the fraction of steps with a format error.", low=0
     )

@@ -40,6 +40,13 @@ class SamplerConfig:
     target: float = setting(
         0.45, "Pass rate that near_target aims at.", low=0, high=1, only_with=("name", "near_target")
     )
+    pass_rate_margin: float = setting(
+        0.0,
+        "Environments, or units of tasks.sampler.per, whose estimated pass rate is below this or above 1 less this are "
+        "left out of nine tenths of the draws; 0: none.",
+        low=0,
+        high=0.49,
+    )
     per: str = setting(
         "task",
         "Tasks from files: the unit that is drawn and whose pass rate is estimated; a task is then drawn from it.",
@@ -50,10 +57,24 @@ class SamplerConfig:
         for name, weight in self.weights.items():
             if not (weight >= 0 and math.isfinite(weight)):
                 raise ConfigError(f"tasks.sampler.weights.{name}={weight} must be a number of at least 0")
+        if self.name == "near_target" and not self.pass_rate_margin <= self.target <= 1 - self.pass_rate_margin:
+            raise ConfigError(
+                f"tasks.sampler.target={self.target} is outside of the pass rates that tasks.sampler.pass_rate_margin="
+                f"{self.pass_rate_margin} leaves; lower the margin"
+            )
         if self.name == "ratio" and not self.weights:
             raise ConfigError(
                 "tasks.sampler.name=ratio needs tasks.sampler.weights, of environments or of difficulties"
             )
+
+    @property
+    def adapts(self) -> bool:
+        """Whether draws follow the policy's pass rates; otherwise their probabilities are constant."""
+        return self.name in ("curriculum", "near_target") or self.pass_rate_margin > 0
+
+    def admits(self, pass_rate: float) -> bool:
+        """Whether an estimated pass rate is within pass_rate_margin."""
+        return self.pass_rate_margin <= pass_rate <= 1 - self.pass_rate_margin
 
     @property
     def by_difficulty(self) -> bool:

@@ -90,7 +90,7 @@ class LocalTaskSource(TaskSourceBase):
         """difficulties: [environments]. Raises ConfigError."""
         super().__init__(tasks)
         self.environments, self._difficulties, self._server = tuple(environments), difficulties, server
-        self._probabilities(None)
+        self.probabilities(None)
 
     def __enter__(self) -> Self:
         return self
@@ -102,12 +102,13 @@ class LocalTaskSource(TaskSourceBase):
         self._server.close()
 
     def training_task(self, seed: int, ticket: int, knowledge: SamplerKnowledge | None = None) -> Task:
-        environment = draw_environment(self._probabilities(knowledge), seed, ticket)
+        environment = draw_environment(self.probabilities(knowledge), seed, ticket)
         task = self.make_task(self.environments[environment], training_page_seed(seed, ticket))
         version = None if knowledge is None else knowledge.version
         return replace(task, max_steps=self.training_steps(task.difficulty, version))
 
-    def _probabilities(self, knowledge: SamplerKnowledge | None) -> tuple[float, ...]:
+    def probabilities(self, knowledge: SamplerKnowledge | None) -> tuple[float, ...]:
+        """By which a ticket of that knowledge draws environments, [environments]."""
         return environment_probabilities(self.settings.sampler, self.environments, self._difficulties, knowledge)
 
     def held_out_task(self, index: int) -> Task:

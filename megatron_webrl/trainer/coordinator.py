@@ -33,7 +33,7 @@ from megatron_webrl.track.run_lock import Launch, LaunchLost
 from megatron_webrl.trainer.accounting import DAMAGED_COUNTER, Accounting
 from megatron_webrl.trainer.checkpoint.checkpointer import Checkpointer, TrainerState
 from megatron_webrl.trainer.checkpoint.recovery import ResumePoint
-from megatron_webrl.trainer.credit.rewards import configured_penalties, reward_function
+from megatron_webrl.trainer.credit.rewards import outcome_reward, reward_function
 from megatron_webrl.trainer.data.group_source import GroupSource
 from megatron_webrl.trainer.data.replay_buffer import group_file_path, write_trajectories
 from megatron_webrl.trainer.data.task_sampler import TaskSampler
@@ -187,8 +187,8 @@ class Coordinator:
         extra = loss_metrics(metrics) | {"staleness_min": float(min(staleness, default=0))}
         if self.config.trainer.loss.oldest_replayed:
             extra["replayed_trajectories"] = metrics["replayed"]
-        if configured_penalties(self.config):
-            extra["reward_shaped_mean"] = mean([*map(reward_function(self.config), trajectories)])
+        if (reward := reward_function(self.config)) is not outcome_reward:
+            extra["reward_shaped_mean"] = mean([*map(reward, trajectories)])
         for more in (
             result.mismatch.metrics(),
             episode_metrics(groups),

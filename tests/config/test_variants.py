@@ -92,9 +92,11 @@ REFUSED = [
         for setting in (
             "trainer.advantage.baseline=leave_one_out", "trainer.advantage.scale=none", GDPO, CRITIC,
             "trainer.advantage.discount=0.9", "trainer.advantage.overlong=mask", PENALTY,
-            "trainer.zero_variance_groups=keep",
+            "trainer.zero_variance_groups=keep", "trainer.reward.turn_discount=0.9",
+            "trainer.reward.unfinished=failure",
         )
     ),
+    (["tasks.sampler={name: near_target, target: 0.95, pass_rate_margin: 0.1}"], "sampler.target=0.95 is outside of"),
     ([GDPO], "trainer.advantage.name=gdpo has no effect with no penalty"),
     (["trainer.advantage.penalties=step"], "trainer.advantage.penalties=step has no effect with no penalty"),
     (["trainer.advantage={anchor_weight: 1, scale: batch_std}"], "scale=batch_std does not divide"),

@@ -50,8 +50,9 @@ STEP = trajectory(steps=1).steps[0]
 CLAIM = TicketClaim(7, TaskReference("task", "click-test", 0, 3), restart_epoch=0)
 
 
-def group_of(play: Play) -> GroupRun:
+def group_of(play: Play, unfinished: str = "mask") -> GroupRun:
     runner: Any = ScriptedRunner(play)
+    runner.config.trainer.reward.unfinished = unfinished
     generator: Any = None
     return GroupRun(runner, generator, CLAIM, EngineLoad())
 
@@ -82,6 +83,19 @@ async def test_an_infrastructure_fault_is_retried_once_and_is_one_episode_and_no
             second = (2, 5) if retried else (1, 0)
             assert [(each.tries, each.discarded_tokens) for each in trajectories] == [(1, 0), second, (1, 0)]
             assert (group.finished_episodes, group.has_running_episodes) == (3, False)
+
+
+async def test_episodes_that_are_cut_off_are_failures_if_wanted_but_those_without_a_verdict_stay_masked() -> None:
+    others = ["judge_error", "blocked", "no_reward", "teacher_error", ABORTED]
+    for outcome in (*FAULT_OUTCOMES, "episode_timeout", "context_overflow", *others):
+        for wanted in ("mask", "failure"):
+
+            async def play(index: int, episode: Episode) -> Trajectory:
+                return replace(trajectory(7, index, outcome=outcome), end_reason=outcome)  # noqa: B023
+
+            group = group_of(play, wanted)
+            found = {(each.outcome, each.end_reason, each.reward) for each in await result(group)}
+            assert found == {("failure" if wanted == "failure" and outcome not in others else outcome, outcome, 0.0)}
 
 
 async def test_an_aborted_group_ends_at_once_in_any_state() -> None:

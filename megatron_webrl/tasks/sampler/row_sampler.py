@@ -1,7 +1,7 @@
 """The row of a task file that a ticket draws: a pure function of knowledge, seed and ticket.
 
 A draw is made of candidates: the first one has its place in a permutation, the others are random, and one on a blocked
-website is replaced by the next.
+website, or outside of the margin of pass rates, is replaced by the next.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ class RowSampler:
     curriculum   units in proportion to p (1 - p), by rejection; a tenth of the tickets uniformly
     near_target  one of the quarter of 1,024 candidates whose units are nearest to the target; a tenth uniformly
 
+    With `pass_rate_margin` nine tenths of the tickets of every sampler leave out the units outside of it; if none of
+    ATTEMPTS candidates is inside, the first one is drawn.
+
     The candidates of near_target are rows: each from an equal share of the rows in order of difficulty, so that
     difficulties are represented as in the file.
     """
@@ -60,12 +63,18 @@ class RowSampler:
     def draw(self, seed: int, ticket: int, knowledge: SamplerKnowledge | None = None) -> int:
         """The row of a ticket. If all rows are blocked, the first candidate is drawn all the same."""
         knowledge, rng = knowledge or SamplerKnowledge(), _generator("draw", seed, ticket)
-        blocked = knowledge.blocked
+        blocked, settings = knowledge.blocked, self._settings
+        bounded = settings.pass_rate_margin > 0 and rng.random() >= UNIFORM_FRACTION
         first = row = self._candidate(seed, ticket, rng, knowledge)
+        outside: int | None = None  # the first candidate that only the margin refuses
         for _ in range(ATTEMPTS):
             if not blocked or self._websites[self._website_ids[row]] not in blocked:
-                return row
+                if not bounded or settings.admits(self._pass_rates(np.array([row]), knowledge)[0]):
+                    return row
+                outside = row if outside is None else outside
             row = self._candidate(seed, None, rng, knowledge)
+        if outside is not None:
+            return outside
         sites = np.fromiter((name not in blocked for name in self._websites), bool, len(self._websites))
         allowed = np.flatnonzero(sites[self._website_ids] & (np.array(self._weights) > 0)[self._levels])
         return int(rng.choice(allowed)) if len(allowed) else first

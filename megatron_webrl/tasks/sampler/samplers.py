@@ -12,8 +12,7 @@ from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.tasks import SamplerConfig
 from megatron_webrl.tasks.sampler.knowledge import SamplerKnowledge
 
-ADAPTIVE_SAMPLERS = ("curriculum", "near_target")  # probabilities follow the policy's pass rates; others' are constant
-UNIFORM_FRACTION = 0.1  # share of the tickets that an adaptive sampler draws uniformly
+UNIFORM_FRACTION = 0.1  # share of the tickets that curriculum and near_target draw uniformly, and the margin ignores
 NEAR_TARGET_CANDIDATES = 4  # `near_target` takes the nearest of this many environments drawn uniformly
 _RANGE = 2**64
 _GOLDEN = 0x9E3779B97F4A7C15  # _RANGE over the golden ratio
@@ -49,11 +48,22 @@ def environment_probabilities(
 ) -> tuple[float, ...]:
     """The probabilities by which a ticket of that knowledge draws environments, [environments] like `difficulties`.
 
-    Without knowledge all count as untried. Raises ConfigError if all weights are 0.
+    Without knowledge all count as untried. With pass_rate_margin an environment outside of it has a share
+    UNIFORM_FRACTION of its probability, so that its estimate keeps up with the policy. Raises ConfigError if all
+    weights are 0.
     """
-    if sampler.name not in ADAPTIVE_SAMPLERS or knowledge is None:
+    if not sampler.adapts or knowledge is None:
         return initial_probabilities(sampler, environments, difficulties)
-    return adaptive_probabilities(sampler, knowledge.pass_rates(environments, initial_pass_rate(sampler)))
+    pass_rates = knowledge.pass_rates(environments, initial_pass_rate(sampler))
+    if sampler.name in ("curriculum", "near_target"):
+        probabilities = adaptive_probabilities(sampler, pass_rates)
+    else:
+        probabilities = initial_probabilities(sampler, environments, difficulties)
+    within = [p if sampler.admits(rate) else 0.0 for p, rate in zip(probabilities, pass_rates, strict=True)]
+    if not any(within):
+        return probabilities
+    kept = _shares(within)
+    return tuple((1 - UNIFORM_FRACTION) * a + UNIFORM_FRACTION * b for a, b in zip(kept, probabilities, strict=True))
 
 
 def initial_pass_rate(sampler: SamplerConfig) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -148,6 +149,9 @@ def step_advantages(groups: Sequence[Group], config: Config) -> list[dict[int, n
     """
     settings = config.trainer.advantage
     members = [[t for t in group.trajectories if t.trainable] for group in groups]
+    turn_discount = config.trainer.reward.turn_discount
+    if turn_discount != 1:
+        members = [[replace(t, reward=outcome_reward(t, turn_discount)) for t in each] for each in members]
     informative = [bool(each) and common_outcome(group) is None for each, group in zip(members, groups, strict=True)]
     values: list[Values] = [[np.zeros(1) for _ in each] for each in members]
     if isinstance(settings, GroupAdvantageConfig):

@@ -27,22 +27,22 @@ class Penalty:
         return float(self.shares(trajectory).sum()) / len(trajectory.steps) if trajectory.steps else 0.0
 
 
-def outcome_reward(trajectory: Trajectory) -> float:
-    """1 for a success, 0 for a failure."""
-    return trajectory.reward
+def outcome_reward(trajectory: Trajectory, turn_discount: float = 1.0) -> float:
+    """r * turn_discount^(T - 1) of an episode of T steps; r: 1 for a success, 0 for a failure."""
+    return float(trajectory.reward * turn_discount ** max(0, len(trajectory.steps) - 1))
 
 
 def reward_function(config: Config) -> RewardFunction:
-    """r - format_penalty * F - repetition_penalty * R - length_penalty * L, all shares in 0..1.
+    """r * turn_discount^(T - 1) - format_penalty * F - repetition_penalty * R - length_penalty * L, all shares in 0..1.
 
     F  share of steps with a format error
     R  share of steps that repeat the previous action although it had left the page unchanged
     L  mean over steps of clamp((|y| - max + window) / window, 0, 1), max = max_new_tokens (arXiv 2503.14476, eq. 13)
     """
-    penalties = configured_penalties(config)
-    if not penalties:
+    penalties, turn_discount = configured_penalties(config), config.trainer.reward.turn_discount
+    if not penalties and turn_discount == 1:
         return outcome_reward
-    return lambda trajectory: trajectory.reward - trajectory_penalty(trajectory, penalties)
+    return lambda trajectory: outcome_reward(trajectory, turn_discount) - trajectory_penalty(trajectory, penalties)
 
 
 def configured_penalties(config: Config) -> list[Penalty]:

@@ -17,7 +17,12 @@ from megatron_webrl.config.schema import Config
 from megatron_webrl.model.host_copy import copy_to_device
 from megatron_webrl.model.process_groups import is_last_stage
 from megatron_webrl.trainer.credit.advantages import EPSILON, deviation
-from megatron_webrl.trainer.credit.rewards import configured_penalties, step_penalties, trajectory_penalty
+from megatron_webrl.trainer.credit.rewards import (
+    configured_penalties,
+    outcome_reward,
+    step_penalties,
+    trajectory_penalty,
+)
 from megatron_webrl.trainer.data.batching import StepId
 from megatron_webrl.trainer.data.sequence_packer import Microbatch
 from megatron_webrl.trainer.parallel import broadcast_from_last_stage
@@ -74,7 +79,9 @@ def critic_credit(groups: Sequence[Group], values: Mapping[StepId, float], confi
             continue
         by_step = settings.penalties == "step"
         predicted, rewards = np.array([values[each] for each in ids]), np.zeros(len(ids))
-        rewards[-1] = trajectory.reward - (0.0 if by_step else trajectory_penalty(trajectory, penalties))
+        rewards[-1] = outcome_reward(trajectory, config.trainer.reward.turn_discount) - (
+            0.0 if by_step else trajectory_penalty(trajectory, penalties)
+        )
         advantages = generalized_advantages(rewards, predicted, settings.discount, settings.gae_lambda)
         targets |= zip(ids, (advantages + predicted).tolist(), strict=True)
         returns.append(generalized_advantages(rewards, np.zeros(len(ids)), settings.discount, 1.0))

@@ -53,7 +53,8 @@ def training_samples(groups: Sequence[Group], config: Config, version: int) -> l
     """
     loss = config.trainer.loss
     if loss.imitates_successes:  # shuffle_advantages is handled by shuffled_rewards()
-        return make_samples(groups, success_advantages)
+        samples = make_samples(groups, success_advantages)
+        return acting_samples(samples, groups) if loss.unchanged_pages == "skip" else samples
     if config.trainer.distillation.alone:
         return make_samples(groups, lambda group: dict.fromkeys(demonstration_advantages(group), 0.0))
     samples = _samples(groups, step_advantages(groups, config))
@@ -88,6 +89,18 @@ def _per_step(advantage: float | np.ndarray, trajectory: Trajectory) -> list[flo
 def success_advantages(group: Group) -> dict[int, float]:
     """Advantage 1 for each trainable success, none for other trajectories (RAFT)."""
     return {t.index: 1.0 for t in group.trajectories if t.trainable and t.reward > 0}
+
+
+def acting_samples(samples: Sequence[TrainingSample], groups: Sequence[Group]) -> list[TrainingSample]:
+    """Samples of the steps that changed their page, and of the last step of each episode, which ended it: an answer
+    changes no page. |tau| counts all steps.
+    """
+    steps = {(t.ticket, t.index): t.steps for group in groups for t in group.trajectories}
+    return [
+        sample
+        for sample in samples
+        if sample.step == sample.trajectory_steps - 1 or steps[sample.trajectory_id][sample.step].page_changed
+    ]
 
 
 def demonstration_advantages(group: Group) -> dict[int, float]:

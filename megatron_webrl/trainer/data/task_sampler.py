@@ -21,9 +21,9 @@ from megatron_webrl.tasks.sampler.knowledge import (
     unit_of,
 )
 from megatron_webrl.tasks.sampler.row_sampler import INITIAL_PASS_RATE
-from megatron_webrl.tasks.sampler.samplers import ADAPTIVE_SAMPLERS, environment_probabilities, initial_pass_rate
+from megatron_webrl.tasks.sampler.samplers import initial_pass_rate
 from megatron_webrl.tasks.sampler.step_limits import growing_limit
-from megatron_webrl.tasks.source import TaskSource
+from megatron_webrl.tasks.source import LocalTaskSource, TaskSource
 from megatron_webrl.types import BLOCKED, DIFFICULTIES, Group, TaskReference
 from megatron_webrl.util import history
 
@@ -71,11 +71,6 @@ class TaskSampler:
         self.block_list = BlockList(self.knowledge.blocked, config.run_folder / BLOCK_LIST_FILE)
         self.block_list.restore()
 
-    @property
-    def adapts(self) -> bool:
-        """Whether draws follow the pass rates."""
-        return self.settings.name in ADAPTIVE_SAMPLERS
-
     def draw(self, tickets: Iterable[int], version: int) -> dict[int, TaskReference]:
         """The tasks of tickets that are issued at a policy version; those of tickets drawn before stay as they are."""
         self.block_list.remove_expired()
@@ -98,7 +93,7 @@ class TaskSampler:
         # Else it is of a task file, or the setting changed since its ticket was issued.
         if self._by_environment and task.environment in self.environments:
             self.closed_tickets[task.environment] += 1
-        counts = self.adapts and group.has_one_task and group.is_complete
+        counts = self.settings.adapts and group.has_one_task and group.is_complete
         if passed := [t.outcome == "success" for t in group.trajectories if t.trainable and counts]:
             self.knowledge.learn(unit_of(task, self._unit_kind), sum(passed) / len(passed), self._initial)
 
@@ -115,13 +110,13 @@ class TaskSampler:
         """Metrics of each environment, or of the task file as a whole."""
         if not self._by_environment:
             metrics = self.block_list.pop_metrics()
-            units: Sequence[str] = DIFFICULTIES if self._unit_kind == "difficulty" and self.adapts else ()
+            units: Sequence[str] = DIFFICULTIES if self._unit_kind == "difficulty" and self.settings.adapts else ()
             return metrics | {f"sampler/pass_rate/{unit}": self.pass_rate(unit) for unit in units}
-        if not self.adapts:
+        if not self.settings.adapts:
             return {}
         metrics = {}
-        easy = [DIFFICULTIES[0]] * len(self.environments)  # adaptive samplers do not look at difficulties
-        probabilities = environment_probabilities(self.settings, self.environments, easy, self.knowledge)
+        assert isinstance(self._source, LocalTaskSource)
+        probabilities = self._source.probabilities(self.knowledge)
         for name, probability in zip(self.environments, probabilities, strict=True):
             metrics[f"sampler/probability/{name}"] = probability
             metrics[f"sampler/pass_rate/{name}"] = self.pass_rate(name)

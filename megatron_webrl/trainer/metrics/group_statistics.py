@@ -68,7 +68,7 @@ class GroupStatistics:
                 metric_label(t.task.environment),
                 metric_label(t.task.difficulty),
                 t.outcome == "success",
-                t.outcome in FAULT_OUTCOMES,
+                t.outcome in FAULT_OUTCOMES or t.end_reason in FAULT_OUTCOMES,
                 "" if t.trainable else metric_label(mask_name(t)),
                 self._reward(t) if t.trainable else 0.0,
             )

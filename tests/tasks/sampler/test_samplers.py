@@ -7,6 +7,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -116,6 +117,28 @@ def test_near_target_prefers_the_target_and_leaves_the_rest_a_share(monkeypatch:
     probabilities = adaptive_probabilities(SamplerConfig("near_target", target=0.3), [0.9, 0.35, 0.0])
     assert probabilities == pytest.approx((0.9 / 27 + 0.1 / 3, 0.9 * 19 / 27 + 0.1 / 3, 0.9 * 7 / 27 + 0.1 / 3))
     assert [initial_pass_rate(SamplerConfig(name, target=0.3)) for name in ("curriculum", "near_target")] == [0.5, 0.3]
+
+
+def test_environments_outside_of_the_margin_have_a_tenth_of_their_draws() -> None:
+    names, easy = ["a", "b", "c", "d"], ["easy"] * 4
+    knowledge = SamplerKnowledge(passes={"a": PassRate(0.05, 3), "b": PassRate(0.95, 3), "c": PassRate(0.9, 3)})
+    for settings, expected in (
+        (SamplerConfig(pass_rate_margin=0.1), (0.025, 0.025, 0.475, 0.475)),
+        (SamplerConfig("ratio", weights={"a": 2, "d": 4}, pass_rate_margin=0.1), (0.025, 0.0125, 0.1925, 0.77)),
+        (SamplerConfig(pass_rate_margin=0.04), (0.25,) * 4),
+    ):
+        assert samplers.environment_probabilities(settings, names, easy, knowledge) == pytest.approx(expected)
+        assert samplers.environment_probabilities(settings, names, easy, SamplerKnowledge()) == pytest.approx(
+            initial_probabilities(settings, names, easy)
+        )
+    settings = SamplerConfig("curriculum", pass_rate_margin=0.1)
+    plain = adaptive_probabilities(settings, [0.05, 0.95, 0.9, 0.5])
+    found = samplers.environment_probabilities(settings, names, easy, knowledge)
+    assert found[:2] == pytest.approx([0.1 * each for each in plain[:2]])
+    knowledge = SamplerKnowledge(passes=dict.fromkeys(names, PassRate(0.0, 3)))  # none is left: all are drawn
+    assert (
+        samplers.environment_probabilities(SamplerConfig(pass_rate_margin=0.1), names, easy, knowledge) == (0.25,) * 4
+    )
 
 
 def test_a_pass_rate_is_a_moving_average_that_survives_json_and_is_trusted_after_enough_groups() -> None:
@@ -247,6 +270,22 @@ def test_websites_and_difficulties_are_drawn_equally_and_so_are_the_rows_of_each
     rows = draws(SamplerConfig(per="difficulty"), range(180))
     assert Counter(LEVELS[rows].tolist()) == {0: 60, 1: 60, 2: 60}
     assert len(set(rows)) == 180
+
+
+@BY_NAME
+def test_rows_outside_of_the_margin_have_a_tenth_of_the_draws(settings: SamplerConfig) -> None:
+    margin, unit = replace(settings, pass_rate_margin=0.2), UNIT_NAMES[settings.per]
+    failing = {unit(row) for row in range(0, ROWS, 5)} if settings.per == "task" else {*map(unit, range(0, ROWS, 97))}
+    failing = failing - {"easy"}
+    knowledge = known(dict.fromkeys(sorted(failing), 0.0))
+    shares = [
+        np.mean([unit(row) in failing for row in draws(each, range(1500), knowledge)]) for each in (settings, margin)
+    ]
+    # Of the tenth of the tickets that ignore the margin as many are failing as without it; of the others none.
+    assert shares[1] == pytest.approx(0.1 * shares[0], abs=0.02)
+    assert shares[0] > (0.01 if settings.name in ("curriculum", "near_target") else 0.1)
+    nothing = known({unit(row): 1.0 for row in range(ROWS)}, NAMES[:3])
+    assert {NAMES[SITE_OF_ROW[row]] for row in draws(margin, range(50), nothing)}.isdisjoint(NAMES[:3])
 
 
 def test_difficulties_are_drawn_by_their_weights() -> None:

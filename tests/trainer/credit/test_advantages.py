@@ -74,8 +74,10 @@ def expected_summed(groups: list[Group], config: Config) -> list[dict[int, list[
                 penalties = [0.0] * len(t.steps)
             own[group.ticket, t.index] = penalties if choice.penalties == "step" else [0.0] * len(t.steps)
             common = sum(penalties) / len(penalties) if choice.penalties == "trajectory" else 0.0
-            left = range(len(t.steps) - 1, -1, -1)
-            returns.append([t.reward * choice.discount**k - common for k in left])
+            left, reward = range(len(t.steps) - 1, -1, -1), t.reward
+            for _ in t.steps[1:]:
+                reward *= config.trainer.reward.turn_discount
+            returns.append([reward * choice.discount**k - common for k in left])
         deviation_of[group.ticket] = deviation_about(returns, mean_over_episodes(returns))
         for place, t in enumerate(trainable):
             others = returns if choice.baseline == "group_mean" else returns[:place] + returns[place + 1 :]
@@ -112,6 +114,7 @@ def test_advantages_equal_those_of_the_definition() -> None:
             (("trajectory", False), ("trajectory", True), ("step", True)),
         ):  # fmt: skip
             config = with_settings(penalised, baseline=baseline, scale=scale, penalties=penalties, discount=discount)
+            config.trainer.reward.turn_discount = (1.0, 0.9)[seed % 2]
             expected = expected_summed(groups, config)
             assert any(abs(v) > 0.1 for values in expected for each in values.values() for v in each)
             same(step_advantages(groups, config), expected, f"{seed}, {config.trainer.advantage}, {penalised}")
@@ -188,6 +191,7 @@ def test_a_group_of_one_outcome_has_no_gradient_whatever_the_options() -> None:
         {"scale": "batch_std"}, {"penalties": "step"}, {"name": "gdpo", "discount": 0.5},
     )):  # fmt: skip
         group, config = plain_group([outcome] * 4, [1, 2, 3, 6]), with_settings("penalties" in changed, **changed)
+        config.trainer.reward.turn_discount = 0.9
         found, nothing = step_advantages([group, masked_out], config)
         assert [len(value) for value in found.values()] == [1, 2, 3, 6]
         assert all(not value.any() for value in found.values()), (outcome, changed)

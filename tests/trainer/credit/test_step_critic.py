@@ -73,6 +73,7 @@ def test_the_credit_of_a_batch_equals_that_of_the_definition() -> None:
     values = drawn_values(groups)
     for penalties, scale in product(("", "trajectory", "step"), ("none", "batch_std")):
         config = with_critic(bool(penalties), scale=scale, discount=0.8, penalties=penalties or "trajectory")
+        config.trainer.reward.turn_discount = 0.9
         credit = critic_credit(groups, values, config)
         assert credit.advantages.keys() == credit.targets.keys() == values.keys()
         numerators: dict[tuple[int, int], list[float]] = {}
@@ -81,7 +82,9 @@ def test_the_credit_of_a_batch_equals_that_of_the_definition() -> None:
             common = sum(own) / len(own) if penalties == "trajectory" else 0.0
             own = own if penalties == "step" else [0.0] * len(own)
             predicted = [values[t.ticket, t.index, k] for k in range(len(own))]
-            gae = by_definition([0.0] * (len(own) - 1) + [t.reward - common], predicted, 0.8, 0.9)
+            gae = by_definition(
+                [0.0] * (len(own) - 1) + [t.reward * 0.9 ** (len(own) - 1) - common], predicted, 0.8, 0.9
+            )
             targets = [credit.targets[t.ticket, t.index, k] for k in range(len(own))]
             np.testing.assert_allclose(targets, np.add(gae, predicted), atol=1e-12, err_msg=penalties)
             numerators[t.ticket, t.index] = [a - p for a, p in zip(gae, own, strict=True)]

@@ -35,6 +35,23 @@ def test_imitation_takes_successes_and_a_warm_start_failures_too_but_no_masked_e
     assert found == {(0, 0), (0, 1), (1, 0), (1, 1)}
 
 
+def test_imitation_may_skip_steps_that_left_the_page_unchanged_but_for_the_last_step():
+    changed = {(0, 0): [True, False, True, False], (0, 1): [False, False], (1, 0): [False]}
+    made = [trajectory(*key, reward=float(key != (0, 1)), steps=len(pages)) for key, pages in changed.items()]
+    episodes = [
+        replace(t, steps=tuple(replace(s, page_changed=p) for s, p in zip(t.steps, pages, strict=True)))
+        for t, pages in zip(made, changed.values(), strict=True)
+    ]
+    config = Config()
+    config.trainer.loss = loss_config("raft", normalizer="per_trajectory", unchanged_pages="skip")
+    samples = batching.training_samples([Group(0, tuple(episodes[:2])), Group(1, (episodes[2],))], config, 0)
+    assert [s.step_id for s in samples] == [(0, 0, 0), (0, 0, 2), (0, 0, 3), (1, 0, 0)]
+    # |tau| is that of the whole episode.
+    assert batching.token_weights(samples, "per_trajectory", 10) == pytest.approx([1 / (2 * 4)] * 3 + [1 / 2])
+    config.trainer.loss.unchanged_pages = "keep"
+    assert len(batching.training_samples([Group(0, tuple(episodes[:2]))], config, 0)) == 4
+
+
 def test_minibatches_keep_groups_or_trajectories_whole():
     more = [Group(ticket, (trajectory(ticket, 0), trajectory(ticket, 1, reward=1.0))) for ticket in (2, 3)]
     samples = batching.make_samples([*groups(), *more])

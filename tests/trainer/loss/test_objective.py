@@ -16,6 +16,7 @@ import torch
 
 from megatron_webrl.config.distillation import DistillationConfig
 from megatron_webrl.config.loss import LOSSES, loss_config
+from megatron_webrl.trainer.data.batching import token_weight
 from megatron_webrl.trainer.loss import objective
 from megatron_webrl.trainer.loss.objective import (
     SURROGATES,
@@ -98,6 +99,22 @@ def test_every_loss_equals_a_computation_by_hand() -> None:
         loss, _ = make_objective(config, None, VERSION, teacher)(torch.from_numpy(data["current"]), tensors(data))
         wanted = by_hand(data["current"], taught(data, config) if teacher else data, config)
         assert loss.item() == pytest.approx(wanted, rel=1e-9), (config, seed)
+
+
+def test_async_webrl_constant_is_the_token_mean_of_the_loss_of_advantages_divided_by_k() -> None:
+    """Written as AsyncWebRL's released code has it: A / k, both clips, w masked above 5, a mean over all tokens."""
+    data, k = example(3), 10
+    data = {name: array.repeat(2) for name, array in data.items()}
+    data["behaviour_logprobs"][:4] = data["proximal_logprobs"][:4] - 2  # w = 7.4: masked, but in the denominator
+    tokens = len(data["current"])
+    data["weight"] = np.full(tokens, token_weight("async_webrl_constant", 4, tokens, 3, k))
+    found, _ = make_objective(loss_config(), None, VERSION)(torch.from_numpy(data["current"]), tensors(data))
+    advantage, ratio = data["advantage"] / k, np.exp(data["current"] - data["proximal_logprobs"])
+    loss = np.maximum(-advantage * ratio, -advantage * np.clip(ratio, 0.8, 1.2))
+    loss = np.where(advantage < 0, np.minimum(loss, -3.0 * advantage), loss)
+    weight = np.exp(data["proximal_logprobs"] - data["behaviour_logprobs"])
+    assert 4 <= (weight > 5).sum() < tokens / 2
+    assert found.item() == pytest.approx((loss * np.where(weight > 5, 0, weight)).sum() / tokens, rel=1e-9)
 
 
 def test_gradients_at_the_logits_equal_finite_differences() -> None:

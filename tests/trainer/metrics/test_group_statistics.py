@@ -66,6 +66,12 @@ def test_masked_episodes_are_counted_by_reason_and_crashes_and_successes_by_diff
     }  # fmt: skip
 
 
+def test_a_crash_that_is_trained_as_a_failure_still_counts_as_a_crash():
+    crashed = replace(GROUPS[0].trajectories[1], end_reason="browser_crashed")
+    metrics = metrics_of([replace(GROUPS[0], trajectories=(crashed, *GROUPS[0].trajectories[2:]))])
+    assert (metrics["difficulty/easy/crash_rate"], metrics["masked_rate"]) == (1 / 3, 0)
+
+
 def test_finished_episodes_of_an_aborted_group_are_no_estimate_of_the_policy():
     aborted = group(5, ("success", 1), ("success", 2), ("success", 1), ("aborted", 9))
     without, metrics = metrics_of(GROUPS), metrics_of([*GROUPS, aborted])
