@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from megatron_webrl.config.loss import ReplayConfig
 from megatron_webrl.config.schema import Config
 from megatron_webrl.trainer.credit.advantages import group_advantages, step_advantages
 from megatron_webrl.types import Group, Trajectory
@@ -52,7 +53,7 @@ def training_samples(groups: Sequence[Group], config: Config, version: int) -> l
     Those of a teacher depend on the policy at the start of the update: the loss adds them.
     """
     loss = config.trainer.loss
-    if loss.imitates_successes:  # shuffle_advantages is handled by shuffled_rewards()
+    if isinstance(loss, ReplayConfig):  # shuffle_advantages is handled by shuffled_rewards()
         samples = make_samples(groups, success_advantages)
         return acting_samples(samples, groups) if loss.unchanged_pages == "skip" else samples
     if config.trainer.distillation.alone:
