@@ -257,6 +257,7 @@ class Verdict:
     prompts: str = ""  # digest of the protocol's prompt files
     reason: str = ""  # one line
     stages: tuple[JudgeStage, ...] = ()
+    credit: float = 0.0  # 0..1, reward of a failure: with judge.graded the share of requirements that it fulfils
     calls: int = 0  # requests sent to judge models, failed ones included
     prompt_tokens: int = 0
     response_tokens: int = 0
@@ -276,7 +277,7 @@ class Trajectory:
     instruction: str
     steps: tuple[Step, ...]
     images: tuple[bytes, ...]  # encoded screenshots, each once; the last may follow the last step
-    reward: float  # 1.0 success, 0.0 otherwise
+    reward: float  # 1.0 success, 0.0 otherwise, but for the credit of a failure's verdict
     outcome: str
     temperature: float
     seconds: float  # wall clock of the episode

@@ -104,6 +104,12 @@ class JudgeConfig:
     protocol: str = setting(
         "rubric", "Protocol of the judge; every result names it.", choices=("rubric", "webjudge", "webvoyager")
     )
+    graded: bool = setting(
+        False,
+        "The reward of a failure is the share of the rubric's requirements (facts, reference answer) that it fulfils, "
+        "if its answer is supported; all requirements are asked for then. Success stays all or nothing.",
+        only_with=("protocol", "rubric"),
+    )
     prompts: str = setting("configs/judge", "Folder with the prompt files of the protocols.")
     verdict: JudgeModelConfig = field(default_factory=JudgeModelConfig)
     structured: str = setting(

@@ -415,7 +415,10 @@ _OF_ADVANTAGES = ("advantage.", "reward.", "zero_variance_groups")  # settings o
 
 def _check_credit(config: Config) -> None:
     """Check trainer.advantage, and what a loss or a teacher without advantages of rewards leaves without effect."""
-    trainer, advantage = config.trainer, config.trainer.advantage
+    trainer, advantage, judge = config.trainer, config.trainer.advantage, config.judge
+    if judge.graded and (trainer.without_baseline or not judge.uses_models):
+        cause = trainer.without_baseline or f"judge.evaluators={judge.evaluators}"
+        raise ConfigError(f"judge.graded has no effect with {cause}: it is the reward of failures; set it to false")
     if cause := trainer.without_baseline:
         usual = flatten_config(TrainerConfig())
         for name, value in flatten_config(trainer).items():

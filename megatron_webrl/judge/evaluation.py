@@ -77,7 +77,7 @@ def page_verdict(trajectory: Trajectory, reward_threshold: float = 0.0) -> Verdi
 
 def with_verdict(trajectory: Trajectory, verdict: Verdict) -> Trajectory:
     """The trajectory with the outcome and the reward of a verdict."""
-    reward = float(verdict.outcome == "success")
+    reward = {"success": 1.0, "failure": verdict.credit}.get(verdict.outcome, 0.0)
     return replace(trajectory, outcome=verdict.outcome, reward=reward, verdict=verdict)
 
 
@@ -139,7 +139,7 @@ class Judge:
         reason = shorten(" ".join(finding.reason.split()), MAX_REASON_CHARS)
         verdict = Verdict(
             finding.outcome, "judge", self._settings.protocol, self._prompts.digest, reason, tuple(asker.stages),
-            **asdict(asker.spending),
+            credit=finding.credit, **asdict(asker.spending),
         )  # fmt: skip
         return _encodable(verdict), verdict.outcome != JUDGE_ERROR
 
@@ -297,7 +297,7 @@ class _ByFunction:
         return await in_own_thread("evaluator", work)
 
     def _opinion(self, found: Any) -> tuple[Verdict, bool]:
-        if isinstance(found, Verdict):
+        if isinstance(found, Verdict) and 0 <= found.credit <= 1:
             return _encodable(replace(found, evaluator=self._path)), found.outcome not in (NO_DECISION, JUDGE_ERROR)
         if found is None:
             return Verdict(NO_DECISION, evaluator=self._path), False

@@ -10,6 +10,8 @@ The rubric judge of WebGym: relevance of each screenshot, blocked, supported, ea
     agrees with the reference, if there is one?  no: failure
     success
 
+With judge.graded all facts and the reference are asked for, and the share of yes is the credit of a failure.
+
 The blocked stage comes first because it needs no other and saves all others where it masks.
 
 WebJudge, the protocol of Online-Mind2Web (arXiv 2504.01382): key points, a score for each screenshot, outcome.
@@ -41,6 +43,7 @@ class Finding:
 
     outcome: str  # "success", "failure" or types.BLOCKED
     reason: str
+    credit: float = 0.0  # of a failure, with judge.graded: share of the requirements that it fulfils
 
 
 @dataclass(frozen=True)
@@ -81,10 +84,16 @@ async def judge_by_rubric(episode: EpisodeView, asker: Asker) -> Finding:
     if episode.reference is not None:
         fields = (*given, ("REFERENCE", episode.reference))
         questions.append(Question("reference", "verdict", fields, shots, VERDICT_TOKENS))
+    fulfilled, first_no = -1, ""  # the first question is no requirement
     for question in questions:
         answer = await asker.require(question)
+        fulfilled += answer.yes
         if not answer.yes:
-            return Finding("failure", f"{question.subject or question.stage}: {answer.text}")
+            first_no = first_no or f"{question.subject or question.stage}: {answer.text}"
+            if not asker.settings.graded or question.stage == "supported":
+                return Finding("failure", first_no)
+    if first_no:
+        return Finding("failure", first_no, fulfilled / (len(questions) - 1))
     return Finding("success", f"{len(questions)} of {len(questions)} questions")
 
 

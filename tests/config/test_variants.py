@@ -97,6 +97,9 @@ REFUSED = [
         )
     ),
     (["tasks.sampler={name: near_target, target: 0.95, pass_rate_margin: 0.1}"], "sampler.target=0.95 is outside of"),
+    (["judge.graded=true"], "judge.graded has no effect with judge.evaluators=['page']"),
+    (["judge={graded: true, evaluators: [judge]}", RAFT], f"judge.graded has no effect with {RAFT}"),
+    (["judge={graded: true, protocol: webjudge}"], "judge.graded has no effect with judge.protocol=webjudge"),
     ([GDPO], "trainer.advantage.name=gdpo has no effect with no penalty"),
     (["trainer.advantage.penalties=step"], "trainer.advantage.penalties=step has no effect with no penalty"),
     (["trainer.advantage={anchor_weight: 1, scale: batch_std}"], "scale=batch_std does not divide"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from typing import Any, cast
 
 import pytest
 from aiohttp import web
@@ -10,7 +12,8 @@ from aiohttp import web
 from megatron_webrl.config.judge import BudgetConfig
 from megatron_webrl.judge import protocols
 from megatron_webrl.judge.budget import LocalMeter
-from megatron_webrl.judge.evaluation import open_evaluator
+from megatron_webrl.judge.evaluation import open_evaluator, with_verdict
+from megatron_webrl.ring.record import decode_trajectory, encode_trajectory
 from megatron_webrl.types import Verdict
 from megatron_webrl.util.image_type import data_url
 from tests.judge.support import ANSWER_TEXT, ScriptedOracle, episode, judging, serving, settings
@@ -72,6 +75,53 @@ async def test_the_first_stage_that_does_not_pass_decides_and_ends_the_questions
             verdict = await evaluator.evaluate(episode(answer))
         assert (verdict.outcome, " ".join(scripted.stages)) == (outcome, stages)
         assert verdict.reason.startswith(reason)
+
+
+async def test_a_graded_failure_is_paid_its_share_of_facts_and_reference_and_nothing_if_unsupported():
+    def known(*true: str) -> Any:
+        return lambda fields, images: fields["FACT"] in true
+
+    for oracle, given, outcome, reward, asked in (
+        ({}, {}, "success", 1.0, "rubric rubric reference"),
+        ({"rubric": known("blue")}, {}, "failure", 2 / 3, "rubric rubric reference"),
+        ({"rubric": known("12 euros"), "reference": False}, {}, "failure", 1 / 3, "rubric rubric reference"),
+        ({"reference": False}, {}, "failure", 2 / 3, "rubric rubric reference"),
+        ({"rubric": known("blue")}, {"reference": None}, "failure", 1 / 2, "rubric rubric"),
+        ({"rubric": False}, {"reference": None}, "failure", 0.0, "rubric rubric"),
+        ({"supported": False}, {}, "failure", 0.0, ""),
+        ({}, {"facts": (), "reference": None}, "success", 1.0, ""),
+        ({"blocked": True}, {}, "blocked", 0.0, ""),
+        ({}, {"answer": None}, "failure", 0.0, ""),
+    ):  # fmt: skip
+        scripted, played = ScriptedOracle(oracle), episode(**given)
+        async with judging(scripted, {"graded": True}) as (evaluator, _):
+            judged = with_verdict(played, await evaluator.evaluate(played))
+        assert (judged.outcome, judged.reward) == (outcome, pytest.approx(reward)), (oracle, given)
+        assert " ".join(stage for stage in scripted.stages if stage in ("rubric", "reference")) == asked
+        stored = decode_trajectory(b"".join(encode_trajectory(judged)), copy=True)
+        assert (stored.reward, stored.verdict) == (judged.reward, judged.verdict)
+
+
+class FaultsFrom:
+    """A fault plan: the first `count` requests are answered, all others have the fault."""
+
+    def __init__(self, count: int, fault: str) -> None:
+        self.left, self.fault = count, fault
+
+    def draw(self, digest: str) -> str | None:
+        self.left -= 1
+        return None if self.left >= 0 else self.fault
+
+
+async def test_a_graded_episode_without_a_usable_reply_is_masked_and_has_no_part_of_a_reward():
+    oracle = ScriptedOracle({"rubric": lambda fields, images: fields["FACT"] == "12 euros"})
+    played = episode(shots=1)  # blocked, supported, fact 1: yes, fact 2: no, reference: yes
+    for answered, fault in itertools.product(range(6), ("truncated", "empty", "contradictory")):
+        async with judging(oracle, {"graded": True, "attempts": 2}) as (evaluator, endpoint):
+            endpoint.plan = cast(Any, FaultsFrom(answered, fault))
+            judged = with_verdict(played, await evaluator.evaluate(played))
+        expected = ("failure", pytest.approx(2 / 3), True) if answered == 5 else ("judge_error", 0.0, False)
+        assert (judged.outcome, judged.reward, judged.trainable) == expected, (answered, fault)
 
 
 async def test_what_an_episode_does_not_have_is_not_asked_for():

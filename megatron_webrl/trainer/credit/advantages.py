@@ -81,11 +81,14 @@ def group_advantages(group: Group, reward: RewardFunction = outcome_reward) -> d
 
 
 def common_outcome(group: Group) -> str | None:
-    """all_succeeded or all_failed if all trainable trajectories share an outcome: no gradient; else None."""
-    outcomes = {t.outcome for t in group.trajectories if t.trainable}
+    """all_succeeded or all_failed if all trainable trajectories share outcome and reward: no gradient; else None.
+
+    Rewards of one outcome differ with judge.graded alone.
+    """
+    outcomes = {(t.outcome, t.reward) for t in group.trajectories if t.trainable}
     if len(outcomes) != 1:
         return None
-    return "all_succeeded" if outcomes == {"success"} else "all_failed"
+    return "all_succeeded" if outcomes.pop()[0] == "success" else "all_failed"
 
 
 def anchor_advantages(trajectories: Sequence[Trajectory], discount: float, divide: bool) -> list[np.ndarray]:

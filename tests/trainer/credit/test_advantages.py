@@ -184,6 +184,18 @@ def test_a_common_outcome_is_named() -> None:
         assert common_outcome(group) == name, outcomes
 
 
+def test_a_group_of_failures_with_different_credit_has_a_gradient() -> None:
+    failures = plain_group([False] * 3, [2, 3, 1])
+    rewards = [0.0, 0.5, 0.25]
+    members = [replace(t, reward=reward) for t, reward in zip(failures.trajectories, rewards, strict=True)]
+    assert common_outcome(failures) == "all_failed"
+    assert common_outcome(Group(0, tuple(members))) is None
+    (found,) = step_advantages([Group(0, tuple(members))], with_settings())
+    expected = [(reward - 0.25) / (np.std(rewards) + 1e-6) for reward in rewards]
+    assert [each[0] for each in found.values()] == pytest.approx(expected)
+    assert common_outcome(Group(0, tuple(replace(t, reward=0.5) for t in members))) == "all_failed"
+
+
 def test_a_group_of_one_outcome_has_no_gradient_whatever_the_options() -> None:
     masked_out = Group(1, tuple(t for t in varied_groups(0)[0].trajectories if not t.trainable))
     for outcome, changed in product((True, False), (
