@@ -60,17 +60,17 @@ class GroupAdvantageConfig(AnchoredConfig):
     )
     scale: str = setting(
         "group_std",
-        "Divisor of the advantage: the group's standard deviation, none (Dr. GRPO), or the standard deviation over "
-        "the whole batch (REINFORCE++).",
-        choices=("group_std", "none", "batch_std"),
+        "Divisor of the advantage: the group's standard deviation, none (Dr. GRPO), the standard deviation over the "
+        "whole batch (REINFORCE++), or the group's mean outcome (MaxRL).",
+        choices=("group_std", "none", "batch_std", "group_mean"),
     )
     penalties: str = setting("trajectory", PENALTIES, choices=("trajectory", "step"))
 
     def check(self) -> None:
-        if self.anchor_weight and self.scale == "batch_std":
+        if self.anchor_weight and self.scale in ("batch_std", "group_mean"):
             raise ConfigError(
                 f"trainer.advantage.anchor_weight={self.anchor_weight} compares the steps of a group alone, which "
-                "trainer.advantage.scale=batch_std does not divide; set scale to group_std or none"
+                f"trainer.advantage.scale={self.scale} does not divide; set scale to group_std or none"
             )
 
 

@@ -103,6 +103,7 @@ REFUSED = [
     ([GDPO], "trainer.advantage.name=gdpo has no effect with no penalty"),
     (["trainer.advantage.penalties=step"], "trainer.advantage.penalties=step has no effect with no penalty"),
     (["trainer.advantage={anchor_weight: 1, scale: batch_std}"], "scale=batch_std does not divide"),
+    (["trainer.advantage={anchor_weight: 1, scale: group_mean}"], "scale=group_mean does not divide"),
     (["trainer={advantage: {overlong: mask}, zero_variance_groups: keep}"], "trainer.advantage.overlong=mask"),
     ([CRITIC, "trainer.loss.shuffle_advantages=true"], "shuffle_advantages has no effect with a critic"),
     ([CRITIC, "trainer.advantage.scale=group_std"], "scale='group_std' is not one of batch_std, none"),

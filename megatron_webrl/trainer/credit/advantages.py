@@ -188,18 +188,21 @@ def summed_advantages(
     A_t = (G_t - b) / d               G_t = discount^(steps - 1 - t) * outcome - P, P: mean penalty of the steps
     A_t = (G_t - b) / d - p_t / d     with penalties=step: G_t without P, p_t: penalty of step t alone
 
-    b: `subtract_baseline`. d: the group's deviation (GRPO, arXiv 2402.03300), 1 (Dr. GRPO, arXiv 2503.20783), or the
-    deviation of G_t - b over the batch (REINFORCE++, arXiv 2501.03262); epsilon is added to a deviation.
+    b: `subtract_baseline`. d: the group's deviation (GRPO, arXiv 2402.03300), 1 (Dr. GRPO, arXiv 2503.20783), the
+    deviation of G_t - b over the batch (REINFORCE++, arXiv 2501.03262), or the group's mean of the outcomes in G_t,
+    without P, which could make it negative (MaxRL, arXiv 2602.02710); epsilon is added to all but 1.
     All 0 in a group that is not `informative`, one of a single outcome; it is not in the batch's deviation either.
     """
     by_step = settings.penalties == "step"
-    returns: list[Values] = [
+    outcomes: list[Values] = [
+        [discounted_returns(t.reward, len(t.steps), settings.discount) for t in trajectories] for trajectories in groups
+    ]
+    returns = [
         [
-            discounted_returns(t.reward, len(t.steps), settings.discount)
-            - (0.0 if by_step else trajectory_penalty(t, penalties))
-            for t in trajectories
+            outcome - (0.0 if by_step else trajectory_penalty(t, penalties))
+            for t, outcome in zip(trajectories, each, strict=True)
         ]
-        for trajectories in groups
+        for trajectories, each in zip(groups, outcomes, strict=True)
     ]
     centred = [subtract_baseline(each, settings.baseline) if each else [] for each in returns]
     batch = [value for each, counts in zip(centred, informative, strict=True) if counts for value in each]
@@ -209,7 +212,8 @@ def summed_advantages(
         if not informative[number]:
             return [np.zeros(1) for _ in groups[number]]
         divisor = {
-            "none": 1.0, "batch_std": batch_deviation + EPSILON, "group_std": deviation(returns[number]) + EPSILON
+            "none": 1.0, "batch_std": batch_deviation + EPSILON, "group_std": deviation(returns[number]) + EPSILON,
+            "group_mean": float(np.mean([each.mean() for each in outcomes[number]])) + EPSILON,
         }[settings.scale]  # fmt: skip
         if not by_step:
             return [value / divisor for value in centred[number]]

@@ -64,10 +64,10 @@ def deviation_about(values: list[list[float]], middle: float) -> float:
 def expected_summed(groups: list[Group], config: Config) -> list[dict[int, list[float]]]:
     """A_t = (G_t - b) / d, by loops over groups, episodes and steps; groups of one outcome have 0."""
     choice, weights = config.trainer.advantage, list(WEIGHTS.values())
-    centred_of, deviation_of, own = {}, {}, {}
+    centred_of, deviation_of, mean_of, own = {}, {}, {}, {}
     for group in groups:
         trainable = [t for t in group.trajectories if t.trainable]
-        returns = []
+        returns, outcomes = [], []
         for t in trainable:
             penalties = [sum(w * s for w, s in zip(weights, shares, strict=True)) for shares in step_shares(t)]
             if not config.trainer.reward.format_penalty:
@@ -77,7 +77,9 @@ def expected_summed(groups: list[Group], config: Config) -> list[dict[int, list[
             left, reward = range(len(t.steps) - 1, -1, -1), t.reward
             for _ in t.steps[1:]:
                 reward *= config.trainer.reward.turn_discount
-            returns.append([reward * choice.discount**k - common for k in left])
+            outcomes.append([reward * choice.discount**k for k in left])
+            returns.append([outcome - common for outcome in outcomes[-1]])
+        mean_of[group.ticket] = mean_over_episodes(outcomes)
         deviation_of[group.ticket] = deviation_about(returns, mean_over_episodes(returns))
         for place, t in enumerate(trainable):
             others = returns if choice.baseline == "group_mean" else returns[:place] + returns[place + 1 :]
@@ -87,7 +89,10 @@ def expected_summed(groups: list[Group], config: Config) -> list[dict[int, list[
     whole = deviation_about([v for (ticket, _), v in centred_of.items() if ticket in informative], 0.0)
     found: list[dict[int, list[float]]] = []
     for group in groups:
-        divisor = {"group_std": deviation_of[group.ticket] + 1e-6, "batch_std": whole + 1e-6, "none": 1.0}[choice.scale]
+        divisor = {
+            "group_std": deviation_of[group.ticket] + 1e-6, "batch_std": whole + 1e-6, "none": 1.0,
+            "group_mean": mean_of[group.ticket] + 1e-6,
+        }[choice.scale]  # fmt: skip
         keys = [(group.ticket, t.index) for t in group.trajectories if t.trainable]
         found.append({
             key[1]: [
@@ -110,7 +115,7 @@ def test_advantages_equal_those_of_the_definition() -> None:
     for seed in range(3):
         groups = varied_groups(seed)
         for baseline, scale, discount, (penalties, penalised) in product(
-            ("group_mean", "leave_one_out"), ("group_std", "none", "batch_std"), (1.0, 0.8),
+            ("group_mean", "leave_one_out"), ("group_std", "none", "batch_std", "group_mean"), (1.0, 0.8),
             (("trajectory", False), ("trajectory", True), ("step", True)),
         ):  # fmt: skip
             config = with_settings(penalised, baseline=baseline, scale=scale, penalties=penalties, discount=discount)
@@ -118,6 +123,17 @@ def test_advantages_equal_those_of_the_definition() -> None:
             expected = expected_summed(groups, config)
             assert any(abs(v) > 0.1 for values in expected for each in values.values() for v in each)
             same(step_advantages(groups, config), expected, f"{seed}, {config.trainer.advantage}, {penalised}")
+
+
+def test_divided_by_the_mean_a_success_weighs_more_the_rarer_it_is() -> None:
+    """MaxRL: the gradient of log(pass rate) is the mean score of the successes, less a baseline."""
+    for successes in (1, 2, 7):
+        (found,) = step_advantages(
+            [plain_group([i < successes for i in range(8)], [2] * 8)], with_settings(scale="group_mean")
+        )
+        assert [each[0] for each in found.values()] == pytest.approx(
+            [(8 - successes) / successes] * successes + [-1.0] * (8 - successes), rel=1e-4
+        )
 
 
 def test_components_are_normalised_separately_in_the_group_and_their_sum_in_the_batch() -> None:
