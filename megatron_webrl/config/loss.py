@@ -51,8 +51,10 @@ class LossConfig:
 
     @property
     def oldest_replayed(self) -> int:
-        """Versions back to which successes are imitated again."""
-        return self.replay_versions if isinstance(self, ReplayConfig) else 0
+        """Versions back to which successes are trained again; 0: none are."""
+        if isinstance(self, ReplayConfig):
+            return self.replay_versions
+        return self.replay_into_failed_groups if isinstance(self, BaselineLossConfig) else 0
 
 
 @dataclass
@@ -99,7 +101,19 @@ class OffPolicyLossConfig(LossConfig):
 
 
 @dataclass
-class ClipConfig(OffPolicyLossConfig):
+class BaselineLossConfig(OffPolicyLossConfig):
+    """sapo, and the base of all losses that need groups with a baseline."""
+
+    replay_into_failed_groups: int = setting(
+        0,
+        "Number of earlier versions whose successes complete groups of the same task that failed as a whole, one each; "
+        "0: none.",
+        low=0,
+    )
+
+
+@dataclass
+class ClipConfig(BaselineLossConfig):
     """cispo, and the base of grpo and gspo."""
 
     clip_low: float = setting(0.2, "Lower clip of the ratio, 1 - clip_low; gspo: about 3e-4.", above=0, high=1)
@@ -122,7 +136,7 @@ class DualClipConfig(ClipConfig):
 
 
 @dataclass
-class DppoConfig(OffPolicyLossConfig):
+class DppoConfig(BaselineLossConfig):
     dppo_divergence: str = setting(
         "total_variation", "Divergence that dppo bounds, of the token against all others.",
         choices=("total_variation", "kl")
@@ -156,7 +170,7 @@ LOSSES: dict[str, type[LossConfig]] = {
     "grpo": DualClipConfig,
     "gspo": DualClipConfig,
     "cispo": ClipConfig,
-    "sapo": OffPolicyLossConfig,
+    "sapo": BaselineLossConfig,
     "dppo": DppoConfig,
     "raft": RaftConfig,
     "raft_plus_plus": RaftPlusPlusConfig,

@@ -10,10 +10,10 @@ from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.config.cluster import ClusterConfig
 from megatron_webrl.config.engine_options import check_engine_options
 from megatron_webrl.config.judge import PROTOCOLS, JudgeConfig
-from megatron_webrl.config.loss import OffPolicyLossConfig
+from megatron_webrl.config.loss import BaselineLossConfig, OffPolicyLossConfig
 from megatron_webrl.config.rollout import COMPACT_FORMATS, RolloutConfig
 from megatron_webrl.config.setting import ConfigError, check_sections, flatten_config, setting, variants
-from megatron_webrl.config.tasks import SOURCES, FileTasksConfig, LatencyConfig, TasksConfig
+from megatron_webrl.config.tasks import PAGE_SOURCES, SOURCES, FileTasksConfig, LatencyConfig, TasksConfig
 from megatron_webrl.config.trainer import TrainerConfig
 
 EVALUATION_EPISODES = 4  # that a worker runs at a time during training, beside its groups
@@ -401,8 +401,14 @@ def _check_loss(config: Config) -> None:
     if isinstance(loss, OffPolicyLossConfig) and loss.max_token_lag and loss.max_token_lag >= oldest:
         raise ConfigError(
             f"trainer.loss.max_token_lag={loss.max_token_lag} masks nothing: no trained token is more than {oldest} "
-            "versions old (rollout.max_staleness, rollout.mode, trainer.loss.replay_versions); lower it, or set it to 0"
+            "versions old (rollout.max_staleness, rollout.mode, replays of trainer.loss); lower it, or set it to 0"
         )
+    if isinstance(loss, BaselineLossConfig) and loss.replay_into_failed_groups:
+        cause = "trainer.distillation.rewards=false, which has no groups" if config.trainer.distillation.alone else ""
+        if config.tasks.source in PAGE_SOURCES:
+            cause = f"tasks.source={config.tasks.source}, whose tasks do not come again"
+        if cause:
+            raise ConfigError(f"trainer.loss.replay_into_failed_groups has no effect with {cause}; leave it at 0")
     if reward.length_penalty and reward.length_window > config.rollout.max_new_tokens:
         raise ConfigError(
             f"trainer.reward.length_window={reward.length_window} exceeds "

@@ -142,9 +142,16 @@ class Coordinator:
             self._issue_tickets(version, 1)
 
     def collect(
-        self, version: int, has_new_engines: Callable[[], bool], has_engines: Callable[[], bool] = lambda: True
+        self,
+        version: int,
+        has_new_engines: Callable[[], bool],
+        has_engines: Callable[[], bool] = lambda: True,
+        has_success: Callable[[str, int], bool] = lambda task_id, version: False,
     ) -> list[Group] | CollectInterrupt:
-        """Groups of the next update, or the reason of an interrupt, on every rank. Raises TimeoutError or JobFailed."""
+        """Groups of the next update, or the reason of an interrupt, on every rank. Raises TimeoutError or JobFailed.
+
+        `has_success`: of the replay buffer, which completes groups that failed as a whole.
+        """
         chosen: SelectedGroups | CollectInterrupt | None = None
         if self.is_first_rank:
             chosen = self.group_source.wait_for_groups(
@@ -153,6 +160,7 @@ class Coordinator:
                 self.config.rollout.episode_timeout_seconds,
                 lambda ready: self._should_continue(version, ready, has_new_engines),
                 has_engines,
+                has_success,
             )
             self._sequences = {group.ticket: sequences for group, sequences in chosen or ()}
             if chosen is None:

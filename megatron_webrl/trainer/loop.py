@@ -55,19 +55,20 @@ def train(context: TrainingContext) -> None:
         telemetry.phase()
         if groups is None:
             break
-        old = context.replay.sample(context.version)
         new = batching.clear_versions_before_restart(groups, coordinator.resume_point.restart_epoch)
         new = batching.shuffled_rewards(new, config, context.version)
         if one_step_off:
             sync_seconds = _sync_before_training(context)
         telemetry.phase("train", context.version + 1)
-        metrics, mismatch = train_batch(learner, packer, config, [*new, *old], context.version)
+        batch = context.replay.batch(new, context.version)
+        metrics, mismatch = train_batch(learner, packer, config, batch, context.version)
         context.replay.add(new, context.version)
         telemetry.phase()
         context.version += 1
         if not one_step_off:
             sync_seconds = syncer.sync(context.version)
-        metrics |= {"replayed": len(old)}
+        before, after = (sum(len(group.trajectories) for group in each) for each in (new, batch))
+        metrics |= {"replayed": after - before}
         result = telemetry.finish_update(context.version, groups, metrics, mismatch, sync_seconds)
         telemetry.phase("log and account", context.version)
         coordinator.log_update(result)
@@ -136,7 +137,9 @@ def _collect(context: TrainingContext) -> list[Group] | None:
     """Groups of the next update; None: an early end is requested. New engines get the weights meanwhile."""
     syncer = context.weight_syncer
     while True:
-        groups = context.coordinator.collect(context.version, syncer.has_new_engines, syncer.has_engines)
+        groups = context.coordinator.collect(
+            context.version, syncer.has_new_engines, syncer.has_engines, context.replay.has_success
+        )
         if groups is not CollectInterrupt.NEW_ENGINES:
             return None if isinstance(groups, CollectInterrupt) else groups
         syncer.sync(context.version, new_engines_only=True)

@@ -106,7 +106,7 @@ def _run(
     syncer = WeightSyncer(learner.models, config, control, platform, timeline)
     coordinator = Coordinator(config, control, exchange, state, resume_point, tracker, launch)
     evaluations = EvaluationScheduler(config, control, coordinator.evaluation_log, resume_point.restart_epoch)
-    replay = ReplayBuffer(config, exchange)
+    replay = ReplayBuffer(config, exchange, state.version)
     # Megatron runs the garbage collector for each checkpoint; frozen objects of imported modules are not scanned.
     gc.collect()
     gc.freeze()

@@ -97,6 +97,7 @@ REFUSED = [
         )
     ),
     (["tasks.sampler={name: near_target, target: 0.95, pass_rate_margin: 0.1}"], "sampler.target=0.95 is outside of"),
+    (["trainer.loss.replay_into_failed_groups=3"], "has no effect with tasks.source=miniwob, whose tasks do not come"),
     (["judge.graded=true"], "judge.graded has no effect with judge.evaluators=['page']"),
     (["judge={graded: true, evaluators: [judge]}", RAFT], f"judge.graded has no effect with {RAFT}"),
     (["judge={graded: true, protocol: webjudge}"], "judge.graded has no effect with judge.protocol=webjudge"),

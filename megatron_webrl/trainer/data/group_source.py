@@ -66,6 +66,7 @@ class GroupSource:
         self.lost_tickets = 0  # open ones whose group cannot become complete
         self.episodes_by_worker: Counter[str] = Counter()  # episodes read, by worker instance
         self._statistics, self._selection = GroupStatistics(reward_function(config)), SelectionStatistics()
+        self._has_success: Callable[[str, int], bool] = lambda task_id, version: False
         self._in_use: set[int] = set()  # tickets returned by wait_for_groups and not closed
         # Ticket -> index -> number and content of a record, whose arrays are views of it until it is acknowledged.
         self._partial: dict[int, dict[int, tuple[int, Trajectory]]] = defaultdict(dict)
@@ -81,12 +82,16 @@ class GroupSource:
         seconds: float,
         should_continue: Callable[[int], bool],
         has_engines: Callable[[], bool] = lambda: True,
+        has_success: Callable[[str, int], bool] = lambda task_id, version: False,
     ) -> list[tuple[Group, list[int]]] | None:
         """The `count` oldest trainable groups with their sequence numbers. Raises GroupTimeout after `seconds`.
+
+        A group that failed as a whole is trainable if `has_success` says that its task has a success to replay.
 
         At each poll `should_continue(groups ready)` reports progress and raises the limit; once False, returns None.
         Time in which no engine serves does not count, for at most run.startup_timeout_seconds: one is starting again.
         """
+        self._has_success = has_success
         last = time.monotonic()
         waited, without_engines, grace = 0.0, 0.0, self.config.run.startup_timeout_seconds
         while True:
@@ -216,6 +221,8 @@ class GroupSource:
             return None
         if trainable < MIN_TRAINABLE_EPISODES:
             return "few_trainable"  # too few for a baseline
+        if common == "all_failed" and self._has_success(group.trajectories[0].task.id, version):
+            return None
         return common if self.config.trainer.zero_variance_groups == "drop" else None
 
     def _stale(self, group: Group, version: int) -> bool:

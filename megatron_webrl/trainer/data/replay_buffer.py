@@ -1,4 +1,4 @@
-"""Record files of updates, and the replay of earlier versions' successes from them for RAFT.
+"""Record files of updates, and the replay of earlier versions' successes from them.
 
 version-000003.records, version-000003.node-1.records: trajectories that the update from policy version 3 took from the
 rings of nodes 0 and 1.
@@ -6,10 +6,12 @@ rings of nodes 0 and 1.
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_webrl.config.schema import Config
@@ -20,6 +22,7 @@ from megatron_webrl.ring.record import (
     encode_trajectory,
     read_record_file,
 )
+from megatron_webrl.trainer.credit.advantages import common_outcome
 from megatron_webrl.trainer.multi_node.exchange import RecordExchange
 from megatron_webrl.types import Group, Trajectory
 from megatron_webrl.util.atomic_file import continue_without
@@ -36,24 +39,50 @@ def replay_probability(age: int, max_age: int, decay_power: float) -> float:
 
 
 class ReplayBuffer:
-    """Stores and samples successes. Call `sample` before each update and `add` after it, on every rank.
+    """Stores successes and trains them again. Call `batch` before each update and `add` after it, on every rank.
 
-    Without replay_versions both do nothing. A resumed run samples the versions up to its checkpoint and overwrites
+    Imitation (replay_versions) samples from all successes of the last versions, each as a group of its own. For other
+    losses (replay_into_failed_groups) the newest success of a task completes a group of this task that failed as a
+    whole, as one more episode of it; one success of each trained group that has any is stored.
+
+    Without either both do nothing. A resumed run samples the versions up to its checkpoint and overwrites
     later ones. One rank per node writes the successes of its ring, and all ranks sample them. Files stay for
-    replay_versions and two checkpoint intervals; a resume from further back samples what remains. Episodes count when
+    these versions and two checkpoint intervals; a resume from further back samples what remains. Episodes count when
     first trained.
     """
 
-    def __init__(self, config: Config, exchange: RecordExchange, decay_power: float = DECAY_POWER) -> None:
+    def __init__(
+        self, config: Config, exchange: RecordExchange, version: int = 0, decay_power: float = DECAY_POWER
+    ) -> None:
+        """`version`: at which training starts or resumes. Collective. Raises RecordError (damaged file), OSError."""
         self.exchange, loss = exchange, config.trainer.loss
         self.folder, self.seed = config.run_folder / "replay", config.run.seed
         self.max_age, self.decay_power = loss.oldest_replayed, decay_power
         self.retained_versions = loss.oldest_replayed + 2 * config.trainer.checkpoint.every
+        self._imitates = loss.imitates_successes
+        self._newest: dict[str, int] = {}  # without imitation, by task id: version of its newest stored success
+        if self.max_age and not self._imitates:
+            self._restore(version)
 
-    def sample(self, version: int) -> list[Group]:
-        """Earlier versions' successes, each a group. Collective. Raises RecordError (damaged file), OSError."""
+    def batch(self, groups: Sequence[Group], version: int) -> list[Group]:
+        """The groups of the update from policy `version` with the successes that it replays. Collective.
+
+        Raises RecordError (damaged file), OSError.
+        """
         if not self.max_age:
-            return []
+            return list(groups)
+        if self._imitates:
+            return [*groups, *self._sample(version)]
+        failed = [group.trajectories[0].task.id for group in groups if common_outcome(group) == "all_failed"]
+        replayed = self._read({task for task in failed if self.has_success(task, version)})
+        return [_completed(group, replayed) if common_outcome(group) == "all_failed" else group for group in groups]
+
+    def has_success(self, task_id: str, version: int) -> bool:
+        """Whether a group of this task that failed as a whole can be completed in the update from policy `version`."""
+        return task_id in self._newest and version - self._newest[task_id] <= self.max_age
+
+    def _sample(self, version: int) -> list[Group]:
+        """Earlier versions' successes, each a group. Collective."""
         sampled = []
         for path, places in self._choose(version):
             for place, record in enumerate(read_record_file(path)):
@@ -64,15 +93,44 @@ class ReplayBuffer:
 
     def add(self, groups: Sequence[Group], version: int) -> None:
         """Store the successes of the update from policy `version`, and delete files that are too old."""
-        if not self.max_age or not self.exchange.topology.is_node_leader:
+        if not self.max_age:
             return
-        successes = (t for t in self.exchange.trajectories_to_store(groups) if t.trainable and t.reward > 0)
+        if not self._imitates:
+            self._newest |= {t.task.id: version for group in groups for t in group.trajectories if _is_success(t)}
+        if not self.exchange.topology.is_node_leader:
+            return
+        stored = self.exchange.trajectories_to_store(groups)
+        successes = [t for t in stored if t.trainable and t.reward > 0]
+        if not self._imitates:  # one of each group
+            successes = [*{t.ticket: t for t in stored if _is_success(t)}.values()]
         path = group_file_path(self.folder, version, self.exchange.topology.node)
         with continue_without(str(path)):
             write_trajectories(path, successes)
-        for stored, other in self._files():
-            if stored <= version - self.retained_versions or (stored == version and other != path):
+        for known, other in self._files():
+            if known <= version - self.retained_versions or (known == version and other != path):
                 other.unlink()
+
+    def _read(self, tasks: set[str]) -> dict[str, Trajectory]:
+        """The newest stored success of each task, whichever node has it. Collective."""
+        found: dict[str, Trajectory] = {}
+        for stored, path in self._files() if tasks else ():
+            if any(self._newest[task] == stored for task in tasks):
+                for trajectory in (decode_trajectory(record, copy=True) for record in read_record_file(path)):
+                    if trajectory.task.id in tasks and self._newest[trajectory.task.id] == stored:
+                        found.setdefault(trajectory.task.id, trajectory)
+        gathered = self.exchange.all_gather_trajectories([*found.values()])
+        return {trajectory.task.id: trajectory for trajectory in reversed(gathered)}
+
+    def _restore(self, version: int) -> None:
+        """Learn from the files which tasks have a success of a version below `version`. Collective."""
+        own = []
+        if self.exchange.topology.is_node_leader:
+            for stored, path in self._files():
+                tasks = (decode_trajectory(record).task.id for record in read_record_file(path) if stored < version)
+                own += [json.dumps([task, stored]).encode() for task in tasks]
+        for records in self.exchange.all_gather_records(own).values():
+            for task, stored in map(json.loads, records):
+                self._newest[task] = max(stored, self._newest.get(task, 0))
 
     def _choose(self, version: int) -> list[tuple[Path, set[int]]]:
         """This node's files, latest version first, and the sampled places of their records."""
@@ -92,6 +150,20 @@ class ReplayBuffer:
     def _files(self) -> list[tuple[int, Path]]:
         topology = self.exchange.topology
         return list_group_files(self.folder, topology.node, topology.node_count)
+
+
+def _is_success(trajectory: Trajectory) -> bool:
+    """Whether an episode is a verified success: a failure that is paid in part is none."""
+    return trajectory.trainable and trajectory.outcome == "success"
+
+
+def _completed(group: Group, successes: Mapping[str, Trajectory]) -> Group:
+    """The group with a success of its task, if there is one, as one more episode."""
+    success = successes.get(group.trajectories[0].task.id)
+    if success is None:
+        return group
+    joined = replace(success, ticket=group.ticket, index=max(t.index for t in group.trajectories) + 1)
+    return Group(group.ticket, (*group.trajectories, joined))
 
 
 def group_file_path(folder: Path, version: int, node: int = 0) -> Path:

@@ -170,15 +170,15 @@ class RecordExchange:
         keys = [key for each in local for key in strip_images(each).images]
         self.image_cache.register(self.topology.node, keys, [image for each in local for image in each.images])
         trajectories = []
-        for node, records in self._all_gather_records([_stripped_record(each) for each in local]).items():
+        for node, records in self.all_gather_records([_stripped_record(each) for each in local]).items():
             for trajectory in map(decode_trajectory, records):
                 trajectories.append(trajectory)
                 if node != self.topology.node:
                     self.image_cache.register(node, trajectory.images)
         return trajectories
 
-    def _all_gather_records(self, own: Sequence[bytes]) -> dict[int, Sequence[bytes]]:
-        """The records of each node, given those of this one, in node order."""
+    def all_gather_records(self, own: Sequence[bytes]) -> dict[int, Sequence[bytes]]:
+        """The records of each node, given those of this one, in node order. Collective. Raises RankMessageError."""
         if self.topology.rank != 0:
             if self.topology.is_node_leader:
                 self._messenger.send(0, own)

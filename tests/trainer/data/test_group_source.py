@@ -67,6 +67,23 @@ def take(source: GroupSource, count: int) -> list[tuple[Group, list[int]]]:
     return taken
 
 
+def test_a_group_that_failed_as_a_whole_is_kept_if_its_task_has_a_success_to_replay(ring: Ring, source: GroupSource):
+    asked = []
+
+    def has_success(task_id: str, version: int) -> bool:
+        asked.append((task_id, version))
+        return task_id == "miniwob/click-test/2"
+
+    put(ring, 1, [0.0, 0.0])
+    put(ring, 2, [0.0, 0.0])
+    put(ring, 3, [1.0, 1.0])
+    put(ring, 4, [1.0, 0.0])
+    taken = source.wait_for_groups(0, 2, 5.0, go, has_success=has_success) or []
+    assert [group.ticket for group, _ in taken] == [2, 4]
+    assert asked == [("miniwob/click-test/1", 0), ("miniwob/click-test/2", 0)]
+    assert source.accounting.dropped == {"all_failed": 2, "all_succeeded": 2}
+
+
 def test_groups_come_oldest_first_and_are_freed_when_closed(ring: Ring, source: GroupSource):
     put(ring, 3, [1.0, 0.0])
     put(ring, 1, [1.0, 0.0])

@@ -8,7 +8,7 @@ import secrets
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -235,12 +235,26 @@ def replayed(_: Any, folder: Path, names: Sequence[str]) -> dict[str, Any]:
     if rank == 0:
         put(member.ring, [group(50, 0)])
     member.share(1, 1)
-    drawn = {g.ticket: g.trajectories[0] for g in replay.sample(1)}
+    drawn = {g.ticket: g.trajectories[0] for g in replay.batch([], 1)}
     cache = rings.image_cache
     cache.fetch({r: [bytes(i) for t in drawn.values() for i in t.images] for r in range(4)})
     images = {ticket: [bytes(cache.get(bytes(i))) for i in t.images] for ticket, t in drawn.items()}
+    moved = cache.transferred_bytes
+    # A group that failed as a whole is completed by the success of its task, whichever node has stored it.
+    config.trainer.loss = loss_config("grpo", replay_into_failed_groups=3)
+    failed = [
+        Group(
+            ticket, tuple(replace(t, outcome="failure", reward=0.0, task=task) for t in group(ticket, 0).trajectories)
+        )
+        for ticket, task in ((90, drawn[0].task), (91, drawn[21].task), (92, replace(drawn[0].task, id="another")))
+    ]
+    completed = replay_buffer.ReplayBuffer(config, rings, version=1).batch(failed, 1)
+    joined = {g.ticket: g.trajectories[-1] for g in completed if g.trajectories[-1].outcome == "success"}
     rings.finish_collecting()
-    return {"indices": {t.index for t in drawn.values()}, "images": images, "moved": cache.transferred_bytes}
+    return {
+        "indices": {t.index for t in drawn.values()}, "images": images, "moved": moved,
+        "joined": {ticket: (t.index, t.task.id) for ticket, t in joined.items()},
+    }  # fmt: skip
 
 
 @pytest.mark.slow
@@ -249,6 +263,10 @@ def test_each_node_stores_its_successes_and_all_ranks_replay_them(names: list[st
     wanted = {ticket: list(group(ticket, 0).trajectories[0].images) for ticket in (0, 20, 21, 22)}
     for rank in ranks:
         assert (rank["indices"], rank["images"]) == ({0}, wanted)
+        size = len(group(0, 0).trajectories)
+        assert rank["joined"] == {
+            90: (size, group(0, 0).trajectories[0].task.id), 91: (size, group(21, 1).trajectories[0].task.id)
+        }  # fmt: skip
     folder = tmp_path / "replayed" / "run" / "replay"
     for node, tickets in ((0, [0]), (1, [20, 21, 22])):
         stored = recorded_groups.read_groups(replay_buffer.group_file_path(folder, 0, node))
