@@ -36,7 +36,7 @@ class RowSampler:
     near_target  one of the quarter of 1,024 candidates whose units are nearest to the target; a tenth uniformly
 
     With `pass_rate_margin` nine tenths of the tickets of every sampler leave out the units outside of it; if none of
-    ATTEMPTS candidates is inside, the first one is drawn.
+    ATTEMPTS candidates is inside, any row of a website that is not blocked is drawn.
 
     The candidates of near_target are rows: each from an equal share of the rows in order of difficulty, so that
     difficulties are represented as in the file.
@@ -66,15 +66,11 @@ class RowSampler:
         blocked, settings = knowledge.blocked, self._settings
         bounded = settings.pass_rate_margin > 0 and rng.random() >= UNIFORM_FRACTION
         first = row = self._candidate(seed, ticket, rng, knowledge)
-        outside: int | None = None  # the first candidate that only the margin refuses
         for _ in range(ATTEMPTS):
-            if not blocked or self._websites[self._website_ids[row]] not in blocked:
-                if not bounded or settings.admits(self._pass_rates(np.array([row]), knowledge)[0]):
-                    return row
-                outside = row if outside is None else outside
+            reachable = not blocked or self._websites[self._website_ids[row]] not in blocked
+            if reachable and (not bounded or settings.admits(self._pass_rates(np.array([row]), knowledge)[0])):
+                return row
             row = self._candidate(seed, None, rng, knowledge)
-        if outside is not None:
-            return outside
         sites = np.fromiter((name not in blocked for name in self._websites), bool, len(self._websites))
         allowed = np.flatnonzero(sites[self._website_ids] & (np.array(self._weights) > 0)[self._levels])
         return int(rng.choice(allowed)) if len(allowed) else first
