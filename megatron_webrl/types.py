@@ -70,8 +70,8 @@ FAULT_OUTCOMES = frozenset(
 )
 """Outcomes of episodes that a fault of the infrastructure masks; the others depend on the page or the policy."""
 
-UNFINISHED_OUTCOMES = FAULT_OUTCOMES | {"episode_timeout", "context_overflow"}
-"""Outcomes of episodes that a fault, the time limit or the length of the context cut off."""
+LIMIT_OUTCOMES = frozenset({"episode_timeout", "context_overflow"})
+"""Outcomes of episodes that the time limit or the length of the context cut off."""
 
 BLOCKED = "blocked"  # masks an episode in which the website refused the agent, such as by a CAPTCHA
 JUDGE_ERROR = "judge_error"  # masks an episode without a usable verdict

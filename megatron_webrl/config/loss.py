@@ -187,9 +187,10 @@ def loss_config(name: str = "grpo", **settings: Any) -> Any:
 class RewardConfig:
     unfinished: str = setting(
         "mask",
-        "Episodes that a fault of browser or engine (after a retry), rollout.episode_timeout_seconds or a prompt above "
-        "rollout.max_model_len cuts off: masked, or trained as failures.",
-        choices=("mask", "failure"),
+        "Episodes that are cut off. mask: none is trained; limits_fail: those that reach "
+        "rollout.episode_timeout_seconds or a prompt above rollout.max_model_len are failures; all_fail: those that a "
+        "fault of browser or engine ends after a retry, too.",
+        choices=("mask", "limits_fail", "all_fail"),
     )
     turn_discount: float = setting(
         1.0, "The reward is multiplied by this, to the power of the steps after the first.", above=0, high=1

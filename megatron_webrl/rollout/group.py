@@ -15,7 +15,7 @@ from megatron_webrl.rollout.agent import Episode
 from megatron_webrl.rollout.episode_runner import EpisodeRunner, run_with_retries
 from megatron_webrl.rollout.generator import Generator
 from megatron_webrl.tasks.files.table import TASK_FILES, FileDigest, difference_between_nodes
-from megatron_webrl.types import ABORTED, UNFINISHED_OUTCOMES, Trajectory
+from megatron_webrl.types import ABORTED, FAULT_OUTCOMES, LIMIT_OUTCOMES, Trajectory
 from megatron_webrl.util.concurrency import run_together
 
 log = logging.getLogger(__name__)
@@ -97,7 +97,8 @@ class GroupRun:
         self.aborted, self.finished_episodes = False, 0
         self._runner, self._generator, self._load = runner, generator, load
         self._settings = runner.config.rollout
-        self._trains_unfinished = runner.config.trainer.reward.unfinished == "failure"
+        failing = {"limits_fail": LIMIT_OUTCOMES, "all_fail": LIMIT_OUTCOMES | FAULT_OUTCOMES}
+        self._failing = failing.get(runner.config.trainer.reward.unfinished, frozenset())  # outcomes that are failures
         self._acting = set(range(self._settings.group_size))  # indices of episodes that need engine and browser
         self._tries: dict[int, Episode] = {}  # by index: running tries, and finished trainable ones
 
@@ -128,7 +129,7 @@ class GroupRun:
     async def _episode(self, index: int) -> Trajectory:
         name = f"episode {index} of ticket {self.ticket}"
         trajectory = await run_with_retries(lambda: self._run_try(index), name)
-        if self._trains_unfinished and trajectory.outcome in UNFINISHED_OUTCOMES:
+        if trajectory.outcome in self._failing:
             trajectory = replace(trajectory, outcome="failure")  # its end_reason names the fault
         if not trajectory.trainable:
             del self._tries[index]

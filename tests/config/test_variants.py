@@ -93,7 +93,7 @@ REFUSED = [
             "trainer.advantage.baseline=leave_one_out", "trainer.advantage.scale=none", GDPO, CRITIC,
             "trainer.advantage.discount=0.9", "trainer.advantage.overlong=mask", PENALTY,
             "trainer.zero_variance_groups=keep", "trainer.reward.turn_discount=0.9",
-            "trainer.reward.unfinished=failure",
+            "trainer.reward.unfinished=all_fail",
         )
     ),
     (["tasks.sampler={name: near_target, target: 0.95, pass_rate_margin: 0.1}"], "sampler.target=0.95 is outside of"),

@@ -86,16 +86,17 @@ async def test_an_infrastructure_fault_is_retried_once_and_is_one_episode_and_no
 
 
 async def test_episodes_that_are_cut_off_are_failures_if_wanted_but_those_without_a_verdict_stay_masked() -> None:
-    others = ["judge_error", "blocked", "no_reward", "teacher_error", ABORTED]
-    for outcome in (*FAULT_OUTCOMES, "episode_timeout", "context_overflow", *others):
-        for wanted in ("mask", "failure"):
+    limits, others = ("episode_timeout", "context_overflow"), ("judge_error", "blocked", "no_reward", ABORTED)
+    failing = {"mask": (), "limits_fail": limits, "all_fail": (*limits, *FAULT_OUTCOMES)}
+    for outcome in (*FAULT_OUTCOMES, *limits, *others):
+        for wanted, outcomes in failing.items():
 
             async def play(index: int, episode: Episode) -> Trajectory:
                 return replace(trajectory(7, index, outcome=outcome), end_reason=outcome)  # noqa: B023
 
             group = group_of(play, wanted)
             found = {(each.outcome, each.end_reason, each.reward) for each in await result(group)}
-            assert found == {("failure" if wanted == "failure" and outcome not in others else outcome, outcome, 0.0)}
+            assert found == {("failure" if outcome in outcomes else outcome, outcome, 0.0)}
 
 
 async def test_an_aborted_group_ends_at_once_in_any_state() -> None:
