@@ -257,7 +257,9 @@ class Verdict:
     prompts: str = ""  # digest of the protocol's prompt files
     reason: str = ""  # one line
     stages: tuple[JudgeStage, ...] = ()
-    credit: float = 0.0  # 0..1, reward of a failure: with judge.graded the share of requirements that it fulfils
+    credit: float = (
+        0.0  # at least 0 and below 1, reward of a failure: with judge.graded the share of requirements that it fulfils
+    )
     calls: int = 0  # requests sent to judge models, failed ones included
     prompt_tokens: int = 0
     response_tokens: int = 0
@@ -277,7 +279,7 @@ class Trajectory:
     instruction: str
     steps: tuple[Step, ...]
     images: tuple[bytes, ...]  # encoded screenshots, each once; the last may follow the last step
-    reward: float  # 1.0 success, 0.0 otherwise, but for the credit of a failure's verdict
+    reward: float  # 1.0 success, 0.0 otherwise, but for the credit of a failure's verdict, which is below 1
     outcome: str
     temperature: float
     seconds: float  # wall clock of the episode

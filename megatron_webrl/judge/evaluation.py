@@ -297,7 +297,7 @@ class _ByFunction:
         return await in_own_thread("evaluator", work)
 
     def _opinion(self, found: Any) -> tuple[Verdict, bool]:
-        if isinstance(found, Verdict) and 0 <= found.credit <= 1:
+        if isinstance(found, Verdict) and 0 <= found.credit < 1:
             return _encodable(replace(found, evaluator=self._path)), found.outcome not in (NO_DECISION, JUDGE_ERROR)
         if found is None:
             return Verdict(NO_DECISION, evaluator=self._path), False

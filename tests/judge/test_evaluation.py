@@ -42,7 +42,7 @@ def says(found: Any) -> Callable[[Trajectory], Any]:
 
 says_yes, says_no, says_nothing, says_masked, says_seven = map(says, (True, False, None, "odd_site", 7))
 says_verdict = says(Verdict("failure", "mine", reason="because", dollars=0.5))
-says_more_than_a_success = says(Verdict("failure", "mine", credit=1.5))
+says_as_much_as_a_success = says(Verdict("failure", "mine", credit=1.0))
 says_masked_by_verdict = says(Verdict("odd_site", "mine"))
 says_undecided_by_verdict = says(Verdict("no_decision", "mine"))
 says_half_a_character = says(Verdict("failure", "mine", reason=HALF))
@@ -72,7 +72,7 @@ ANSWERS = [  # evaluator, answer, reference, outcome
     (here("says_yes"), None, None, "success"), (here("says_no"), None, None, "failure"),
     (here("says_yes_later"), None, None, "success"), (here("says_nothing"), None, None, "no_decision"),
     (here("says_masked"), None, None, "odd_site"), (here("raises"), None, None, "judge_error"),
-    (here("says_seven"), None, None, "judge_error"), (here("says_more_than_a_success"), None, None, "judge_error"),
+    (here("says_seven"), None, None, "judge_error"), (here("says_as_much_as_a_success"), None, None, "judge_error"),
     (here("says_verdict"), None, None, "failure"),
 ]  # fmt: skip
 

@@ -100,9 +100,9 @@ class ReplayBuffer:
         if not self.exchange.topology.is_node_leader:
             return
         stored = self.exchange.trajectories_to_store(groups)
-        successes = [t for t in stored if t.trainable and t.reward > 0]
+        successes = [*filter(_is_success, stored)]
         if not self._imitates:  # one of each group
-            successes = [*{t.ticket: t for t in stored if _is_success(t)}.values()]
+            successes = [*{t.ticket: t for t in successes}.values()]
         path = group_file_path(self.folder, version, self.exchange.topology.node)
         with continue_without(str(path)):
             write_trajectories(path, successes)
@@ -154,7 +154,7 @@ class ReplayBuffer:
 
 def _is_success(trajectory: Trajectory) -> bool:
     """Whether an episode is a verified success: a failure that is paid in part is none."""
-    return trajectory.trainable and trajectory.outcome == "success"
+    return trajectory.trainable and trajectory.reward == 1
 
 
 def _completed(group: Group, successes: Mapping[str, Trajectory]) -> Group:

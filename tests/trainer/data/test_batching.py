@@ -28,7 +28,8 @@ def test_samples_are_the_steps_of_trainable_trajectories():
 
 
 def test_imitation_takes_successes_and_a_warm_start_failures_too_but_no_masked_episode():
-    successes = batching.make_samples(groups(), batching.success_advantages)
+    paid_in_part = Group(2, (trajectory(2, 0, reward=0.5, outcome="failure"),))
+    successes = batching.make_samples([*groups(), paid_in_part], batching.success_advantages)
     assert {s.trajectory_id for s in successes} == {(0, 0), (1, 0)}
     assert {s.advantage for s in successes} == {1.0}
     found = {s.trajectory_id for s in batching.make_samples(groups(), batching.demonstration_advantages)}
