@@ -253,7 +253,7 @@ class Verdict:
 
     outcome: str  # "success", "failure", or the reason that masks the episode
     evaluator: str  # such as "page", "judge", "all(page, judge)"
-    protocol: str = ""  # of the judge: "rubric", "webjudge" or "webvoyager"
+    protocol: str = ""  # of the judge: judge.protocol
     prompts: str = ""  # digest of the protocol's prompt files
     reason: str = ""  # one line
     stages: tuple[JudgeStage, ...] = ()

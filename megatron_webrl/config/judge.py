@@ -102,7 +102,10 @@ class JudgeConfig:
         choices=("first", "all", "any"),
     )
     protocol: str = setting(
-        "rubric", "Protocol of the judge; every result names it.", choices=("rubric", "webjudge", "webvoyager")
+        "rubric",
+        "Protocol of the judge; every result names it. webgym and async_webrl are rubric by the rules of the released "
+        "codes (docs/judge.md).",
+        choices=("rubric", "webgym", "async_webrl", "webjudge", "webvoyager"),
     )
     graded: bool = setting(
         False,
@@ -121,6 +124,14 @@ class JudgeConfig:
     max_screenshots: int = setting(48, "Latest relevant screenshots shown to the verdict stages.", low=1)
     concurrency: int = setting(64, "Requests that one worker has in flight.", low=1)
     attempts: int = setting(3, "Replies to one question until one is usable; then the episode is masked.", low=1)
+    unusable_replies: str = setting(
+        "mask",
+        "What a question without a usable reply does: it masks the episode (of rubric's relevance stage: it keeps the "
+        "screenshot), or it is decided as in the released codes of WebGym and AsyncWebRL, where a text without a "
+        "negative verdict is a success. The latter is for comparisons with their figures only.",
+        choices=("mask", "as_released"),
+        only_with=("protocol", "webgym", "async_webrl"),
+    )
     timeout_seconds: float = setting(120.0, "Limit of one request.", above=0)
     deadline_seconds: float = setting(
         900.0,
@@ -137,13 +148,15 @@ class JudgeConfig:
 
 @dataclass
 class WebJudgeConfig(JudgeConfig):
-    """rubric, whose blocked stage asks this model as well, and webjudge."""
+    """rubric and its variants, whose blocked stage asks this model as well, and webjudge."""
 
     relevance: JudgeModelConfig = field(default_factory=JudgeModelConfig)
 
 
 PROTOCOLS: dict[str, type[JudgeConfig]] = {
     "rubric": WebJudgeConfig,
+    "webgym": WebJudgeConfig,
+    "async_webrl": WebJudgeConfig,
     "webjudge": WebJudgeConfig,
     "webvoyager": JudgeConfig,
 }

@@ -112,7 +112,7 @@ class Judge:
         """Raises ConfigError for missing prompts, models, endpoints or keys."""
         self._settings, self._protocol = settings, PROTOCOLS[settings.protocol]
         stages = self._protocol.stages
-        self._prompts = PromptFiles.load(settings.prompts, settings.protocol, stages)
+        self._prompts = PromptFiles.load(settings.prompts, self._protocol.folder, stages)
         self.client = JudgeClient(settings, meter)
         used = ("verdict", *stages)  # other slots have the name of their stage
         check_prices(settings.budget, {slot: each for slot, each in self.client.models.items() if slot in used})
@@ -136,7 +136,9 @@ class Judge:
             trace = redact("".join(traceback.format_exception(error)))
             log.error("the judge failed on ticket %d, index %d:\n%s", trajectory.ticket, trajectory.index, trace)
             finding = Finding(JUDGE_ERROR, f"{type(error).__name__} in the judge")
-        reason = shorten(" ".join(finding.reason.split()), MAX_REASON_CHARS)
+        unusable = sum(len(stage.errors) == stage.attempts and stage.decision != "none" for stage in asker.stages)
+        decided = f"; unusable replies that decided: {unusable}" if unusable else ""  # judge.unusable_replies
+        reason = shorten(" ".join(finding.reason.split()), MAX_REASON_CHARS) + decided
         verdict = Verdict(
             finding.outcome, "judge", self._settings.protocol, self._prompts.digest, reason, tuple(asker.stages),
             credit=finding.credit, **asdict(asker.spending),

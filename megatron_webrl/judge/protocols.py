@@ -1,6 +1,6 @@
-"""Judge protocols: rubric, WebJudge, WebVoyager.
+"""Judge protocols: rubric and its released variants, WebJudge, WebVoyager.
 
-The rubric judge of WebGym: relevance of each screenshot, blocked, supported, each fact, reference answer.
+The rubric judge, after WebGym: relevance of each screenshot, blocked, supported, each fact, reference answer.
 
     blocked?     yes: masks the episode                    (also without an answer)
     no answer:   failure
@@ -13,6 +13,9 @@ The rubric judge of WebGym: relevance of each screenshot, blocked, supported, ea
 With judge.graded all facts and the reference are asked for, and the share of yes is the credit of a failure.
 
 The blocked stage comes first because it needs no other and saves all others where it masks.
+
+webgym and async_webrl follow the rules of the released codes of WebGym (arXiv 2601.02439) and AsyncWebRL (arXiv
+2606.05597) where these differ from the above: docs/judge.md has the table.
 
 WebJudge, the protocol of Online-Mind2Web (arXiv 2504.01382): key points, a score for each screenshot, outcome.
 
@@ -30,9 +33,10 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from megatron_webrl.judge.questions import RELEVANT_SCORE, Answer, Asker, EpisodeView, Question, Screenshot
-from megatron_webrl.judge.replies import KEY_POINTS, SCORE, VERDICT, ReplyForm
+from megatron_webrl.judge.replies import KEY_POINTS, SCORE, VERDICT, ReplyForm, numbered_lines
 from megatron_webrl.types import BLOCKED
 from megatron_webrl.util.concurrency import run_together
 
@@ -50,6 +54,7 @@ class Finding:
 class JudgeProtocol:
     """The questions of a verdict, in order, and what follows from the answers."""
 
+    folder: str  # of its prompt files, within judge.prompts
     stages: Sequence[str]  # prompt files that it needs
     judge: Callable[[EpisodeView, Asker], Awaitable[Finding]]
     """Judges an episode with a regular end. Raises Undecided without a usable answer, and BudgetSpent."""
@@ -61,35 +66,44 @@ RELEVANCE_TOKENS, BLOCKED_TOKENS, VERDICT_TOKENS = 600, 500, 800  # limits of re
 BLOCKED_SCREENSHOTS = 20  # evenly sampled, as published
 
 
-async def judge_by_rubric(episode: EpisodeView, asker: Asker) -> Finding:
-    """Raises Undecided without a usable answer to any question but relevance, and BudgetSpent."""
-    blocked = await asker.require(
-        Question(
-            "blocked", "relevance", (("TASK", episode.task), ("PAGES", episode.pages)),
-            episode.evenly_sampled(BLOCKED_SCREENSHOTS), BLOCKED_TOKENS,
-        )
-    )  # fmt: skip
-    if blocked.yes:
-        return Finding(BLOCKED, f"blocked: {blocked.text}")
+async def judge_by_rubric(episode: EpisodeView, asker: Asker, released: str = "") -> Finding:
+    """Judge by our rules, or by those of the `released` code "webgym" or "async_webrl".
+
+    Raises Undecided without a usable answer to any question but relevance, and BudgetSpent.
+    """
+    by_group = released == "async_webrl"  # its loader loses the reference answer, too
+    task, actions, pages = ("TASK", episode.task), ("ACTIONS", episode.actions), ("PAGES", episode.pages)
+    fields: tuple[tuple[str, str], ...]
+    if episode.answer is not None or not by_group:
+        fields = (task, actions, pages) if released else (task, pages)
+        shots = episode.evenly_sampled(BLOCKED_SCREENSHOTS)
+        blocked = await asker.require(Question("blocked", "relevance", fields, shots, BLOCKED_TOKENS))
+        if blocked.yes:
+            return Finding(BLOCKED, f"blocked: {blocked.text}")
     if episode.answer is None:
         return NO_ANSWER
-    shots = await _relevant(episode, asker)
-    given = (("TASK", episode.task), ("ANSWER", episode.answer))
-    history = (("ACTIONS", episode.actions), ("PAGES", episode.pages))
-    questions = [Question("supported", "verdict", (*given, *history), shots, VERDICT_TOKENS)]
-    for number, (description, fact) in enumerate(episode.facts, 1):
+    answer = ("ANSWER", episode.answer)
+    requirements = [("", group) for group in episode.fact_groups] if by_group else episode.facts
+    points = numbered_lines(": ".join(filter(None, each)) for each in requirements)
+    listed = (("KEY_POINTS", points),) if released and points else ()
+    shots = await _relevant(episode, asker, (task, *listed))
+    fields = (task, answer) if released else (task, answer, actions, pages)
+    questions = [Question("supported", "verdict", fields, shots, VERDICT_TOKENS)]
+    evidence = listed if released else (answer,)
+    for number, (description, fact) in enumerate(requirements, 1):
         context = (("RUBRIC", description),) if description else ()
-        fields = (*given, *context, ("FACT", fact), history[0])
-        questions.append(Question("rubric", "verdict", fields, shots, VERDICT_TOKENS, f"fact {number}"))
-    if episode.reference is not None:
-        fields = (*given, ("REFERENCE", episode.reference))
+        fields = (task, *evidence, *context, ("FACT", fact), actions)
+        subject = f"{'group' if by_group else 'fact'} {number}"
+        questions.append(Question("rubric", "verdict", fields, shots, VERDICT_TOKENS, subject))
+    if episode.reference is not None and not by_group:
+        fields = (task, *evidence, ("REFERENCE", episode.reference), *((actions,) if released else ()))
         questions.append(Question("reference", "verdict", fields, shots, VERDICT_TOKENS))
     fulfilled, first_no = -1, ""  # the first question is no requirement
     for question in questions:
-        answer = await asker.require(question)
-        fulfilled += answer.yes
-        if not answer.yes:
-            first_no = first_no or f"{question.subject or question.stage}: {answer.text}"
+        found = await asker.require(question)
+        fulfilled += found.yes
+        if not found.yes:
+            first_no = first_no or f"{question.subject or question.stage}: {found.text}"
             if not asker.settings.graded or question.stage == "supported":
                 return Finding("failure", first_no)
     if first_no:
@@ -97,12 +111,12 @@ async def judge_by_rubric(episode: EpisodeView, asker: Asker) -> Finding:
     return Finding("success", f"{len(questions)} of {len(questions)} questions")
 
 
-async def _relevant(episode: EpisodeView, asker: Asker) -> tuple[Screenshot, ...]:
+async def _relevant(episode: EpisodeView, asker: Asker, fields: tuple[tuple[str, str], ...]) -> tuple[Screenshot, ...]:
     """The latest relevant screenshots, and always the last one."""
     if not episode.screenshots:
         return ()
     *earlier, last = episode.screenshots
-    answers = await _relevance(asker, earlier, (("TASK", episode.task),), RELEVANCE_TOKENS, VERDICT)
+    answers = await _relevance(asker, earlier, fields, RELEVANCE_TOKENS, VERDICT)
     kept = [shot for shot, answer in answers if answer.value is not False]
     return (*kept, last)[-asker.settings.max_screenshots :]
 
@@ -154,9 +168,12 @@ async def judge_as_webvoyager(episode: EpisodeView, asker: Asker) -> Finding:
     return Finding("success" if outcome.yes else "failure", f"outcome: {outcome.text}")
 
 
+RUBRIC_STAGES = ("relevance", "blocked", "supported", "rubric", "reference")
 PROTOCOLS = {
-    "rubric": JudgeProtocol(("relevance", "blocked", "supported", "rubric", "reference"), judge_by_rubric),
-    "webjudge": JudgeProtocol(("key_points", "relevance", "outcome"), judge_as_webjudge),
-    "webvoyager": JudgeProtocol(("outcome",), judge_as_webvoyager),
+    "rubric": JudgeProtocol("rubric", RUBRIC_STAGES, judge_by_rubric),
+    "webgym": JudgeProtocol("webgym", RUBRIC_STAGES, partial(judge_by_rubric, released="webgym")),
+    "async_webrl": JudgeProtocol("webgym", RUBRIC_STAGES[:-1], partial(judge_by_rubric, released="async_webrl")),
+    "webjudge": JudgeProtocol("webjudge", ("key_points", "relevance", "outcome"), judge_as_webjudge),
+    "webvoyager": JudgeProtocol("webvoyager", ("outcome",), judge_as_webvoyager),
 }
 """By judge.protocol."""

@@ -30,7 +30,16 @@ from typing import Any
 from megatron_webrl.config.judge import JudgeConfig
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.judge.client import JudgeClient, RequestFailed, Spending
-from megatron_webrl.judge.replies import FORMS, MODES, VERDICT, ReplyForm, UnusableReply, Value, parse_reply
+from megatron_webrl.judge.replies import (
+    FORMS,
+    MODES,
+    VERDICT,
+    ReplyForm,
+    UnusableReply,
+    Value,
+    parse_reply,
+    read_as_released,
+)
 from megatron_webrl.types import Action, JudgeStage, Trajectory
 from megatron_webrl.util.image_type import data_url
 from megatron_webrl.util.text import shorten
@@ -155,6 +164,7 @@ class EpisodeView:
     answer: str | None  # None: the episode ended without one
     reference: str | None
     facts: tuple[tuple[str, str], ...]  # description of the fact's group, fact
+    fact_groups: tuple[str, ...]  # description of each group, or its facts if it has none
     actions: str  # one line a step
     pages: str  # one line a screenshot
     screenshots: tuple[Screenshot, ...]  # without repetitions of the one before
@@ -163,11 +173,15 @@ class EpisodeView:
     def of(cls, trajectory: Trajectory) -> EpisodeView:
         """The view of an episode. An answer of white space only is none."""
         answer = trajectory.answer if trajectory.answer and trajectory.answer.strip() else None
+        facts = trajectory.task.facts
         return cls(
             task=trajectory.instruction,
             answer=answer,
             reference=trajectory.task.answer,
-            facts=tuple((fact.description, fact.fact) for fact in trajectory.task.facts),
+            facts=tuple((fact.description, fact.fact) for fact in facts),
+            fact_groups=tuple(
+                text for _, text in dict.fromkeys((fact.group, fact.description or fact.fact) for fact in facts)
+            ),
             actions=_actions(trajectory),
             pages=_pages(trajectory),
             screenshots=_distinct([bytes(image) for image in trajectory.images]),
@@ -235,7 +249,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
-    """The reply to a question. `value` is None if no attempt gave a usable one."""
+    """The reply to a question. `value` is None if no attempt gave a usable one (judge.unusable_replies)."""
 
     value: Value | None
     text: str
@@ -280,6 +294,8 @@ class Asker:
                 faults.append(error.name)
                 if isinstance(error, RequestFailed):
                     break
+        if value is None and self.settings.unusable_replies == "as_released":
+            value = read_as_released(question.stage, faults[-1], text)
         self.stages[place] = replace(
             self.stages[place], decision=decide(value), attempts=attempts,
             text=shorten(text or ("" if value is None else str(value)), MAX_STAGE_TEXT_CHARS), errors=tuple(faults),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,11 @@ def _key_points(found: Any) -> str | None:
     texts = [text.strip() for text in found if isinstance(text, str)] if isinstance(found, list) else []
     if not 0 < len(texts) <= MAX_KEY_POINTS or len(texts) != len(found) or not all(texts):
         return None
+    return numbered_lines(texts)
+
+
+def numbered_lines(texts: Iterable[str]) -> str:
+    """A line for each text, numbered from 1."""
     return "\n".join(f"{number}. {' '.join(text.split())}" for number, text in enumerate(texts, 1))
 
 
@@ -129,3 +134,17 @@ def _plain_line(line: str) -> str:
     """A line without letter case, markup, quotes, spaces and punctuation: `VERDICT: no` for `> **Verdict:** "No".`"""
     name, value = (filter(str.isalnum, part) for part in unicodedata.normalize("NFKC", line).partition(":")[::2])
     return f"{''.join(name).upper()}: {''.join(value).lower()}"
+
+
+_READABLE = ("truncated", "too_long", "unparsable", "wrong_schema", "contradictory")  # faults of replies with a text
+_NEGATIVE = re.compile(r"NOT SUCCESS|\bverdict\W*no\b", re.IGNORECASE)
+
+
+def read_as_released(stage: str, fault: str, text: str) -> bool:
+    """What the released codes of WebGym and AsyncWebRL make of a reply without a usable verdict.
+
+    No for the stages relevance and blocked, and for a request without a reply or with an empty one. For the others any
+    text without a negative verdict is a yes.
+    """
+    readable = fault in _READABLE and bool(text.strip())
+    return stage not in ("relevance", "blocked") and readable and _NEGATIVE.search(text) is None

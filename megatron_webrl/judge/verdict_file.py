@@ -26,8 +26,8 @@ def settings_digest(settings: JudgeConfig) -> str:
         if slot in found:
             found[slot] = [found[slot]["name"], found[slot]["options"]]
     if settings.uses_models:
-        stages = PROTOCOLS[settings.protocol].stages
-        found["prompts"] = PromptFiles.load(settings.prompts, settings.protocol, stages).digest
+        protocol = PROTOCOLS[settings.protocol]
+        found["prompts"] = PromptFiles.load(settings.prompts, protocol.folder, protocol.stages).digest
     return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:8]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from itertools import starmap
 from typing import Any, cast
 
 import pytest
@@ -14,7 +15,7 @@ from megatron_webrl.judge import protocols
 from megatron_webrl.judge.budget import LocalMeter
 from megatron_webrl.judge.evaluation import open_evaluator, with_verdict
 from megatron_webrl.ring.record import decode_trajectory, encode_trajectory
-from megatron_webrl.types import Verdict
+from megatron_webrl.types import RubricFact, Verdict
 from megatron_webrl.util.image_type import data_url
 from tests.judge.support import ANSWER_TEXT, ScriptedOracle, episode, judging, serving, settings
 
@@ -231,3 +232,69 @@ async def test_webvoyager_asks_one_question_about_the_last_screenshots():
             assert (await evaluator.evaluate(episode(None))).outcome == "failure"
         ((stage, fields, images),) = oracle.asked
         assert (stage, set(fields), images) == ("outcome", {"TASK", "ANSWER"}, list(episode().images[1:]))
+
+
+GROUPED = tuple(starmap(RubricFact, (("a", "The lamp", "12 euros"), ("a", "The lamp", "blue"), ("b", "", "in stock"))))
+RELEASED = [  # protocol, requirements as the rubric stage reads them, whether the reference answer is asked about
+    ("webgym", [("The lamp", "12 euros"), ("The lamp", "blue"), (None, "in stock")], True),
+    ("async_webrl", [(None, "The lamp"), (None, "in stock")], False),
+]
+
+
+@pytest.mark.parametrize(("protocol", "requirements", "reference"), RELEASED)
+async def test_released_codes_judge_by_screenshots_and_by_facts_or_groups(
+    protocol: str, requirements: list[tuple[str | None, str]], reference: bool
+):
+    oracle = ScriptedOracle()
+    async with judging(oracle, {"protocol": protocol}) as (evaluator, _):
+        verdict = await evaluator.evaluate(episode(facts=GROUPED))
+    assert (verdict.outcome, verdict.protocol) == ("success", protocol)
+    asked = {stage: fields for stage, fields, _ in oracle.asked}
+    found = [(fields.get("RUBRIC"), fields["FACT"]) for stage, fields, _ in oracle.asked if stage == "rubric"]
+    points = "\n".join(f"{n}. {': '.join(filter(None, each))}" for n, each in enumerate(requirements, 1))
+    assert (found, "reference" in asked) == (requirements, reference)
+    pointed = {stage for stage, fields in asked.items() if fields.get("KEY_POINTS") == points}
+    assert pointed == asked.keys() - {"blocked", "supported"}
+    assert [stage for stage, fields in asked.items() if "ANSWER" in fields] == ["supported"]  # no evidence elsewhere
+
+
+async def test_who_can_be_blocked_is_everyone_or_those_who_answered():
+    for protocol, answer, outcome in (
+        ("webgym", None, "blocked"), ("webgym", ANSWER_TEXT, "blocked"), ("async_webrl", None, "failure"),
+        ("async_webrl", ANSWER_TEXT, "blocked"),
+    ):  # fmt: skip
+        async with judging(ScriptedOracle({"blocked": True}), {"protocol": protocol}) as (evaluator, _):
+            verdict = await evaluator.evaluate(episode(answer))
+        assert (verdict.outcome, verdict.calls) == (outcome, int(outcome == "blocked")), (protocol, answer)
+
+
+UNUSABLE = [  # content of every verdict, finish_reason, outcome as in the released code
+    ('{"reason": "it is', "length", "success"), ("the task was done", "stop", "success"),
+    ('{"reason": "it is not", "verdict": "no"', "length", "failure"), ("NOT SUCCESS", "stop", "failure"),
+    ("", "stop", "failure"), ("I cannot help", "content_filter", "failure"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("content", "finish_reason", "outcome"), UNUSABLE)
+async def test_unusable_replies_mask_unless_they_shall_count_as_in_the_released_code(
+    content: str, finish_reason: str, outcome: str
+):
+    shown: list[int] = []
+
+    async def handle(request: web.Request) -> web.Response:
+        texts = (await request.json())["messages"][1]["content"]
+        shown.append(sum(part["type"] == "image_url" for part in texts))
+        choice = {"message": {"content": content}, "finish_reason": finish_reason}
+        return web.json_response({"choices": [choice]})
+
+    async with serving(handle) as url:
+        for unusable, expected in (("mask", "judge_error"), ("as_released", outcome)):
+            chosen = settings(url, protocol="webgym", attempts=1, unusable_replies=unusable)
+            async with open_evaluator(chosen, LocalMeter(BudgetConfig())) as evaluator:
+                verdict = await evaluator.evaluate(episode(reference=None))
+            assert verdict.outcome == expected
+    decided = [stage for stage in verdict.stages if stage.name in ("supported", "rubric")]
+    assert {stage.decision for stage in decided} == {"yes" if outcome == "success" else "no"}
+    assert all(stage.errors for stage in verdict.stages)
+    assert f"unusable replies that decided: {len(verdict.stages)}" in verdict.reason
+    assert shown[-len(decided) :] == [1] * len(decided)  # without a usable relevance only the last one

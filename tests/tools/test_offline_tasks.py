@@ -198,6 +198,11 @@ def test_facts_are_decided_one_by_one() -> None:
     found = [ask(goal, "rubric", [*some, shot(WIKI, mayor)], ANSWER=goal.answer, FACT=fact.text) for fact in facts]
     assert found == [True] * 4
     assert not ask(goal, "rubric", some, ANSWER="Somewhere else", FACT=facts[0].text)
+    # To a judge that reads screenshots alone no answer is shown; it may ask about a group of facts.
+    shown = {name: ask(goal, "rubric", some, FACT=name) for name in (facts[0].text, facts[2].text, "The town")}
+    assert list(shown.values()) == [True, False, False]
+    assert ask(goal, "rubric", [*some, shot(WIKI, mayor)], FACT="The town")
+    assert ask(goal, "reference", [*some, shot(WIKI, mayor)], REFERENCE=goal.answer)
     assert not ask(goal, "rubric", some, ANSWER=goal.answer, FACT="The earth is round.")
 
 

@@ -74,7 +74,7 @@ class QuestionReader:
 
     def __init__(self, prompts: str | Path) -> None:
         """Raises ConfigError for missing prompt files."""
-        self._files = [PromptFiles.load(prompts, name, kind.stages) for name, kind in PROTOCOLS.items()]
+        self._files = [PromptFiles.load(prompts, kind.folder, kind.stages) for kind in PROTOCOLS.values()]
 
     def read(self, body: Any) -> ChatQuestion:
         """Raises NotAQuestion."""

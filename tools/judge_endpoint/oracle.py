@@ -28,7 +28,8 @@ class TextOracle:
         if stage == "blocked":
             return False
         wanted = {"rubric": "FACT", "reference": "REFERENCE"}.get(stage)
-        return wanted is None or _plain(fields[wanted]) in _plain(fields["ANSWER"])
+        answer = fields.get("ANSWER")  # not shown to a judge that reads screenshots alone
+        return wanted is None or answer is None or _plain(fields[wanted]) in _plain(answer)
 
 
 def load_oracle(path: str) -> Oracle:

@@ -73,6 +73,9 @@ class SiteTruth:
             return True
         answer = fields.get("ANSWER", "")
         right = any(answers_match(answer, form) for form in task.answers)
+        if "ANSWER" not in fields and stage in ("rubric", "reference"):  # a judge that reads screenshots alone
+            known = any(_plain(fact.text) == _plain(fields.get("FACT", "")) for fact in task.facts)
+            return is_fact_shown(task, fields["FACT"], codes) if known else is_task_shown(task, codes)  # of a group
         if stage == "reference":
             return right or answers_match(answer, fields.get("REFERENCE", ""))
         if stage == "rubric":
