@@ -248,6 +248,14 @@ class JudgeStage:
 
 
 @dataclass(frozen=True)
+class Vote:
+    """One of several verdicts on an episode."""
+
+    model: str
+    outcome: str  # as of a verdict
+
+
+@dataclass(frozen=True)
 class Verdict:
     """How the outcome of an episode was decided."""
 
@@ -265,6 +273,12 @@ class Verdict:
     response_tokens: int = 0
     dollars: float = 0.0
     seconds: float = 0.0  # wall clock, waiting for other verdicts included
+    votes: tuple[Vote, ...] = ()  # of which the outcome is the majority; none if there is one verdict only
+
+    @property
+    def votes_differ(self) -> bool:
+        """Whether usable votes have different outcomes."""
+        return len({vote.outcome for vote in self.votes} - {JUDGE_ERROR}) > 1
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_webrl.config.setting import setting
+from megatron_webrl.config.setting import ConfigError, check_sections, setting
 
 TOKEN_LIMITS = ("max_tokens", "max_completion_tokens")
 """Arguments of chat.completions that limit a reply; endpoints know one of them or both."""
@@ -115,6 +115,15 @@ class JudgeConfig:
     )
     prompts: str = setting("configs/judge", "Folder with the prompt files of the protocols.")
     verdict: JudgeModelConfig = field(default_factory=JudgeModelConfig)
+    voters: list[JudgeModelConfig] = setting(
+        [], "Further models that judge each episode, too, such as [{name: o4-mini}]; the keys are those of verdict."
+    )
+    votes: int = setting(
+        1,
+        "Verdicts of judge.verdict and of each of judge.voters on an episode. Its outcome is that of more than half of "
+        "all of them; without one the episode is masked as judge_error.",
+        low=1,
+    )
     structured: str = setting(
         "schema",
         "How replies are constrained: a JSON schema, or an exact final line, for endpoints that refuse or ignore "
@@ -139,6 +148,18 @@ class JudgeConfig:
         above=0,
     )
     budget: BudgetConfig = field(default_factory=BudgetConfig)
+
+    def check(self) -> None:
+        for number, voter in enumerate(self.voters):
+            check_sections(voter, f"judge.voters[{number}].")
+            if not voter.name:
+                raise ConfigError(f"judge.voters[{number}].name is empty; more votes of judge.verdict: judge.votes")
+        for model in (self.verdict, *self.voters):
+            if self.votes > 1 and model.options.get("temperature") == 0:
+                raise ConfigError(
+                    f"judge.votes={self.votes} repeats the verdicts of {model.name} at temperature 0; raise the "
+                    "temperature (judge.verdict.options), or name other models (judge.voters)"
+                )
 
     @property
     def uses_models(self) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron_webrl.config.judge import TOKEN_LIMITS, BudgetConfig, JudgeConfig, JudgeModelConfig
+from megatron_webrl.config.judge import TOKEN_LIMITS, BudgetConfig, JudgeConfig
 from megatron_webrl.config.setting import ConfigError, check_sections
 from megatron_webrl.judge.budget import Usage, UsageMeter
 from megatron_webrl.judge.replies import UnusableReply
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SLOTS = ("verdict", "blocked", "relevance")
+VERDICT_SLOT = "verdict"
+SLOTS = (VERDICT_SLOT, "blocked", "relevance")
 IMAGE_TOKENS = 1_500  # estimate, for reservations; an endpoint reports what it counted
 CHARS_PER_TOKEN = 3  # estimate, for reservations
 MAX_TOKEN_COUNT = 10**9  # a reported count above it is taken for none
@@ -85,7 +86,8 @@ class JudgeModel:
 
         Prices and options follow the name, and the key variable the endpoint: those of another one would be wrong.
         """
-        own: JudgeModelConfig = getattr(settings, slot, settings.verdict)
+        voters = dict(zip(voter_slots(settings)[1:], settings.voters, strict=True))
+        own = voters[slot] if slot in voters else getattr(settings, slot, settings.verdict)
         base = settings.verdict
         for key in ("name", "url"):
             if not getattr(own, key) and not getattr(base, key):
@@ -101,6 +103,11 @@ class JudgeModel:
     def usage(self, calls: int, prompt_tokens: int, response_tokens: int) -> Usage:
         dollars = (prompt_tokens * self.input_price + response_tokens * self.output_price) / 1e6
         return Usage(calls, prompt_tokens + response_tokens, dollars)
+
+
+def voter_slots(settings: JudgeConfig) -> list[str]:
+    """The slots of the models that give verdicts: judge.verdict and judge.voters."""
+    return [VERDICT_SLOT, *(f"voters[{number}]" for number in range(len(settings.voters)))]
 
 
 def check_prices(budget: BudgetConfig, models: Mapping[str, JudgeModel]) -> None:
@@ -140,7 +147,7 @@ class JudgeClient:
         """Raises ConfigError for a missing model, endpoint or key, and for settings beyond their limits."""
         check_sections(settings, "judge.")
         self._meter = meter
-        self.models = {slot: JudgeModel.resolve(settings, slot) for slot in SLOTS}
+        self.models = {slot: JudgeModel.resolve(settings, slot) for slot in (*SLOTS, *voter_slots(settings)[1:])}
         self._slots = asyncio.Semaphore(settings.concurrency)
         self._clients: dict[tuple[str, str], openai.AsyncOpenAI] = {}
         for model in self.models.values():

@@ -244,6 +244,7 @@ def make_report(lines: Sequence[Line], masked: Counter[str], labels: dict[Episod
     stages = [stage for line in lines for stage in line["stages"]]
     names = ("calls", "prompt_tokens", "response_tokens", "dollars", "seconds")
     totals = {name: sum(line[name] for line in lines) for name in names}
+    voted = [{vote["outcome"] for vote in line["votes"]} - {JUDGE_ERROR} for line in lines if line.get("votes")]
     kinds = ("evaluator", "protocol", "prompts", "outcome")
     verdicts = Counter(tuple(line[kind] for kind in kinds) for line in lines)
     report = {
@@ -253,6 +254,7 @@ def make_report(lines: Sequence[Line], masked: Counter[str], labels: dict[Episod
         "verdicts": [dict(zip((*kinds, "episodes"), (*kind, n), strict=True)) for kind, n in sorted(verdicts.items())],
         "judge_errors": dict(Counter(line["reason"] for line in lines if line["outcome"] == JUDGE_ERROR)),
         "faults": dict(Counter(name for stage in stages for name in stage["errors"])),
+        "votes_differ": sum(len(each) > 1 for each in voted) / len(voted) if voted else None,
         "cost": totals,
         "cost_per_episode": {name: value / max(1, len(lines)) for name, value in totals.items()},
         "stored": agreement([(line["stored"], line["outcome"]) for line in lines]),
@@ -311,6 +313,8 @@ def _print_report(report: dict[str, Any], console: Console) -> None:
             f"{share} {accuracy} of episodes decided by both, false success {success}, false failure {failure}, "
             f"{found['masked']} of {found['episodes']} masked"
         )
+    if report["votes_differ"] is not None:
+        console.print(f"votes differ on {report['votes_differ']:.1%} of the episodes")
     cost = report["cost_per_episode"]
     console.print(
         f"cost per episode: {cost['calls']:.1f} calls, {cost['prompt_tokens']:.0f} prompt and "

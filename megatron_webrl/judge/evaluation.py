@@ -19,6 +19,7 @@ import re
 import time
 import traceback
 import unicodedata
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import asdict, replace
@@ -28,11 +29,11 @@ from typing import Any
 from megatron_webrl.config.judge import JudgeConfig
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.judge.budget import BudgetSpent, UsageMeter
-from megatron_webrl.judge.client import JudgeClient, check_prices
+from megatron_webrl.judge.client import JudgeClient, check_prices, voter_slots
 from megatron_webrl.judge.protocols import PROTOCOLS, Finding
 from megatron_webrl.judge.questions import Asker, EpisodeView, PromptFiles, Undecided
-from megatron_webrl.types import ANSWER, DONE, JUDGE_ERROR, REGULAR_ENDS, TRAINABLE_OUTCOMES, Trajectory, Verdict
-from megatron_webrl.util.concurrency import in_own_thread
+from megatron_webrl.types import ANSWER, DONE, JUDGE_ERROR, REGULAR_ENDS, TRAINABLE_OUTCOMES, Trajectory, Verdict, Vote
+from megatron_webrl.util.concurrency import in_own_thread, run_together
 from megatron_webrl.util.text import encodable, first_line, redact, shorten
 
 _NUMBER = re.compile(r"([$€£]?) ?(-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,30})(?:\.[0-9]{1,30})?)")
@@ -114,18 +115,29 @@ class Judge:
         stages = self._protocol.stages
         self._prompts = PromptFiles.load(settings.prompts, self._protocol.folder, stages)
         self.client = JudgeClient(settings, meter)
-        used = ("verdict", *stages)  # other slots have the name of their stage
+        # Each voter gives a first verdict before any gives a second one.
+        self._voters = voter_slots(settings) * settings.votes
+        used = (*self._voters, *stages)  # other slots have the name of their stage
         check_prices(settings.budget, {slot: each for slot, each in self.client.models.items() if slot in used})
 
     async def judge(self, trajectory: Trajectory) -> tuple[Verdict, bool]:
         """The verdict on an episode with a regular end, and whether it decides: not as judge_error, without an answer.
 
-        Raises BudgetSpent, JobEnded, JobFailed. Any other exception masks the episode, too, and is logged.
+        Raises BudgetSpent, JobEnded, JobFailed.
         """
+        verdicts = await run_together(self._judge_once(trajectory, voter) for voter in self._voters)
+        verdict = verdicts[0]
+        if len(verdicts) > 1:
+            models = (self.client.models[voter].name for voter in self._voters)
+            verdict = majority_verdict(list(zip(models, verdicts, strict=True)))
+        return verdict, verdict.outcome != JUDGE_ERROR
+
+    async def _judge_once(self, trajectory: Trajectory, voter: str) -> Verdict:
+        """The verdict of one model. Any exception but those of `judge` masks the episode, too, and is logged."""
         from megatron_webrl.control.connection import JobEnded, JobFailed  # imports torch, which takes seconds
 
         deadline = asyncio.get_running_loop().time() + self._settings.deadline_seconds
-        asker = Asker(self.client, self._prompts, self._settings, deadline)
+        asker = Asker(self.client, self._prompts, self._settings, deadline, voter)
         try:
             finding = await self._protocol.judge(EpisodeView.of(trajectory), asker)
         except Undecided as error:
@@ -143,7 +155,30 @@ class Judge:
             finding.outcome, "judge", self._settings.protocol, self._prompts.digest, reason, tuple(asker.stages),
             credit=finding.credit, **asdict(asker.spending),
         )  # fmt: skip
-        return _encodable(verdict), verdict.outcome != JUDGE_ERROR
+        return _encodable(verdict)
+
+
+def majority_verdict(verdicts: Sequence[tuple[str, Verdict]]) -> Verdict:
+    """The outcome of more than half of several verdicts, each with its model, their mean credit, and all their cost.
+
+    Without such a majority the episode is masked as judge_error. A vote without a usable reply, judge_error, is counted
+    among all votes: it helps no outcome. The stages of a verdict name its number.
+    """
+    votes = tuple(Vote(model, verdict.outcome) for model, verdict in verdicts)
+    counts = Counter(vote.outcome for vote in votes)
+    outcome, most = counts.most_common(1)[0]
+    alike = [verdict for _, verdict in verdicts if verdict.outcome == outcome]
+    decides = replace(alike[0], credit=sum(verdict.credit for verdict in alike) / most)
+    if 2 * most <= len(votes):
+        decides = replace(decides, outcome=JUDGE_ERROR, reason="no majority", credit=0.0)
+    totals = {name: sum(getattr(verdict, name) for _, verdict in verdicts) for name in _USAGE}
+    counted = ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
+    reason = shorten(f"votes: {counted}; {decides.reason}", MAX_REASON_CHARS)
+    stages = tuple(
+        replace(stage, subject=f"vote {number}, {stage.subject}".removesuffix(", "))
+        for number, (_, verdict) in enumerate(verdicts, 1) for stage in verdict.stages
+    )  # fmt: skip
+    return replace(decides, reason=reason, stages=stages, votes=votes, **totals)
 
 
 NO_REFERENCE = "no_reference"  # masks an episode of a task without the reference answer that its evaluator needs
@@ -186,8 +221,8 @@ class EpisodeEvaluator:
         judged = next((verdict for verdict in verdicts if verdict.protocol), chosen)
         totals = {name: sum(getattr(verdict, name) for verdict in verdicts) for name in _USAGE}
         return replace(
-            chosen, protocol=judged.protocol, prompts=judged.prompts, **totals, seconds=time.monotonic() - started,
-            stages=tuple(stage for verdict in verdicts for stage in verdict.stages),
+            chosen, protocol=judged.protocol, prompts=judged.prompts, votes=judged.votes, **totals,
+            seconds=time.monotonic() - started, stages=tuple(stage for verdict in verdicts for stage in verdict.stages),
         )  # fmt: skip
 
 

@@ -29,7 +29,7 @@ from typing import Any
 
 from megatron_webrl.config.judge import JudgeConfig
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.judge.client import JudgeClient, RequestFailed, Spending
+from megatron_webrl.judge.client import VERDICT_SLOT, JudgeClient, RequestFailed, Spending
 from megatron_webrl.judge.replies import (
     FORMS,
     MODES,
@@ -267,17 +267,21 @@ class Undecided(Exception):
 class Asker:
     """Asks the questions of one verdict, and keeps their stages in the order of asking."""
 
-    def __init__(self, client: JudgeClient, prompts: PromptFiles, settings: JudgeConfig, deadline: float) -> None:
-        """`deadline`: loop time."""
+    def __init__(
+        self, client: JudgeClient, prompts: PromptFiles, settings: JudgeConfig, deadline: float, voter: str
+    ) -> None:
+        """`deadline`: loop time; `voter`: the slot of the model that gives the verdict."""
         self._client, self._prompts, self.settings, self._deadline = client, prompts, settings, deadline
+        self._voter = voter
         self.stages: list[JudgeStage] = []
         self.spending = Spending()
 
     async def ask(self, question: Question) -> Answer:
         """Ask until a reply is usable, at most judge.attempts times. Raises BudgetSpent."""
         place, mode = len(self.stages), self.settings.structured
-        body, digest = self._request(question)
-        model = self._client.models[question.slot].name
+        slot = self._voter if question.slot == VERDICT_SLOT else question.slot
+        body, digest = self._request(question, slot)
+        model = self._client.models[slot].name
         self.stages.append(JudgeStage(question.stage, question.subject, "none", "", digest, model, attempts=0))
         faults: list[str] = []
         value: Value | None = None
@@ -286,7 +290,7 @@ class Asker:
             attempts += 1
             try:
                 reply = await self._client.complete(
-                    question.slot, body, len(question.screenshots), self._deadline, self.spending
+                    slot, body, len(question.screenshots), self._deadline, self.spending
                 )
                 value, text = parse_reply(question.form, mode, reply.content, reply.finish_reason)
             except UnusableReply as error:
@@ -310,10 +314,10 @@ class Asker:
             raise Undecided(f"{question.stage}{subject}: {answer.fault}")
         return answer
 
-    def _request(self, question: Question) -> tuple[dict[str, Any], str]:
+    def _request(self, question: Question, slot: str) -> tuple[dict[str, Any], str]:
         """A question as arguments of chat.completions, without the model, and the digest of everything on which the
         reply depends, of screenshots their own."""
-        form, model = question.form, self._client.models[question.slot]
+        form, model = question.form, self._client.models[slot]
         arguments = {"max_tokens": question.max_tokens, "temperature": TEMPERATURE, "top_p": TOP_P, **model.options}
         arguments = {name: value for name, value in arguments.items() if value is not None}
         if self.settings.structured == "schema":

@@ -25,6 +25,7 @@ def settings_digest(settings: JudgeConfig) -> str:
     for slot in ("verdict", "relevance"):
         if slot in found:
             found[slot] = [found[slot]["name"], found[slot]["options"]]
+    found["voters"] = [[voter.name, voter.options] for voter in settings.voters]
     if settings.uses_models:
         protocol = PROTOCOLS[settings.protocol]
         found["prompts"] = PromptFiles.load(settings.prompts, protocol.folder, protocol.stages).digest

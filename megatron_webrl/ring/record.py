@@ -25,11 +25,11 @@ from typing import Any, BinaryIO, Protocol, cast
 import numpy as np
 
 from megatron_webrl.ring.segment import RecordCorrupt, RecordError, RingError, checksum
-from megatron_webrl.types import Action, JudgeStage, RubricFact, Step, Task, Trajectory, Verdict
+from megatron_webrl.types import Action, JudgeStage, RubricFact, Step, Task, Trajectory, Verdict, Vote
 from megatron_webrl.util import atomic_file
 
 MAGIC = b"WEBRLREC"
-FORMAT_VERSION = 7
+FORMAT_VERSION = 8
 ALIGNMENT = 8
 _HEADER = struct.Struct("<8sIIQQ")
 
@@ -210,7 +210,7 @@ def _verdict(described: dict[str, Any] | None) -> Verdict | None:
     if described is None:
         return None
     stages = tuple(JudgeStage(**stage | {"errors": tuple(stage["errors"])}) for stage in described["stages"])
-    return Verdict(**described | {"stages": stages})
+    return Verdict(**described | {"stages": stages, "votes": tuple(Vote(**vote) for vote in described["votes"])})
 
 
 def _scalar(value: Any) -> Any:

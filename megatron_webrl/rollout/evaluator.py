@@ -54,6 +54,7 @@ def make_result(trajectory: Trajectory, seconds: float) -> EvaluationResult:
         versions=None if oldest is None or newest is None else (oldest, newest),
         evaluator="" if verdict is None else verdict.protocol or verdict.evaluator,
         judge_dollars=0.0 if verdict is None else verdict.dollars,
+        votes_differ=verdict.votes_differ if verdict is not None and verdict.votes else None,
         not_recorded_requests=steps[-1].not_recorded_requests if steps else 0,
     )  # fmt: skip
 

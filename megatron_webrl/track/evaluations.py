@@ -114,6 +114,7 @@ class EvaluationResult:
     worker: str  # instance id
     evaluator: str = ""  # what decided: the judge's protocol, or the name of another evaluator
     judge_dollars: float = 0.0
+    votes_differ: bool | None = None  # the judge's; None without several votes
     not_recorded_requests: int = 0  # requests of its pages that no recording answered (browser.replay)
 
     @property
@@ -217,6 +218,7 @@ def aggregate_results(
     results = list(results)
     outcomes = Counter(result.outcome for result in results)
     reached = request.episodes - outcomes[BLOCKED]
+    voted = [result.votes_differ for result in results if result.votes_differ is not None]
     versions = [version for result in results if result.versions for version in result.versions]
     return {
         "kind": request.kind,
@@ -234,6 +236,7 @@ def aggregate_results(
         "success_of_reached": outcomes["success"] / reached if reached else None,
         "evaluators": sorted({result.evaluator for result in results if result.evaluator}),
         "judge_dollars": sum(result.judge_dollars for result in results),
+        "votes_differ": sum(voted) / len(voted) if voted else None,
         "not_recorded_requests": sum(result.not_recorded_requests for result in results),
         "pass_at": _pass_at(results, request.samples),
         "success_within": _success_within(results),
@@ -251,8 +254,7 @@ def evaluation_metrics(line: Mapping[str, Any]) -> dict[str, float]:
     names = ("steps_mean", "response_tokens_mean", "seconds_mean", "success_of_all", "judge_dollars")
     metrics = {name: line[name] for name in (*names, "missing", "not_recorded_requests", "wall_seconds")}
     metrics |= {"episodes": line["episodes"], "no_verdict": sum(line["no_verdict"].values())}
-    if line["success_of_reached"] is not None:
-        metrics["success_of_reached"] = line["success_of_reached"]
+    metrics |= {name: rate for name in ("success_of_reached", "votes_differ") if (rate := line[name]) is not None}
     if line["interval"] is not None:
         low, high = line["interval"]
         rates = {"": line["success_of_judged"], "_low": low, "_high": high}

@@ -79,6 +79,7 @@ def format_rates(line: Mapping[str, Any]) -> str:
     requested = line["episodes"] + _no_verdict(line) + line["missing"]
     blocked = line["no_verdict"].get(BLOCKED, 0)
     cost = f", {line['judge_dollars']:.2f} dollars" if line["judge_dollars"] else ""
+    cost += f", votes differ on {line['votes_differ']:.1%}" if line["votes_differ"] is not None else ""
     return (
         f"{name}: success {line['success_of_all']:.1%} of all {requested} episodes, "
         f"{_percent(line['success_of_reached'])} of {requested - blocked} reached, "

@@ -27,6 +27,7 @@ from megatron_webrl.types import (
     Task,
     Trajectory,
     Verdict,
+    Vote,
 )
 from tests.ring.support import damage
 
@@ -83,6 +84,7 @@ stages = st.builds(
 verdicts = st.builds(
     Verdict, outcome=texts, evaluator=texts, reason=texts, dollars=seconds,
     stages=st.lists(stages, max_size=2).map(tuple),
+    votes=st.lists(st.builds(Vote, model=texts, outcome=texts), max_size=2).map(tuple),
 )  # fmt: skip
 
 

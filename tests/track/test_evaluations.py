@@ -64,6 +64,8 @@ def test_a_line_states_rates_of_all_episodes_of_reached_websites_and_of_verdicts
         for i, each in enumerate(outcomes)
     ]
     results[1] = replace(results[1], environment="focus-text", steps=1)
+    assert aggregate_results(REQUEST, results, seconds=9.0)["votes_differ"] is None
+    results[:4] = [replace(each, votes_differ=i == 1) for i, each in enumerate(results[:4])]  # the last was not judged
     line = aggregate_results(replace(REQUEST, tasks=6), results, seconds=9.0, restart_epoch=2)  # one is missing
     assert json.loads(json.dumps(line)) == line
     rates = {"success_of_all": 1 / 6, "success_of_reached": 1 / 5, "success_of_judged": 1 / 2}
@@ -75,13 +77,14 @@ def test_a_line_states_rates_of_all_episodes_of_reached_websites_and_of_verdicts
     assert line["no_verdict"] == {"blocked": 1, "judge_error": 1, "browser_crashed": 1}
     assert line["interval"] == list(wilson_interval(0.5, 2) or ())
     assert (line["steps_mean"], line["response_tokens_mean"], line["versions"]) == (1.5, 40 / 3, [3, 4])
+    assert line["votes_differ"] == metrics["evaluation/votes_differ"] == 1 / 4
     assert line["not_recorded_requests"] == metrics["evaluation/not_recorded_requests"] == 10
     assert [metrics[f"evaluation/success_of_judged/{name}"] for name in ("click-test", "focus-text")] == [1.0, 0.0]
     assert metrics["evaluation/success_of_judged_low"] == line["interval"][0]
     assert line["difficulties"]["easy"]["episodes"] == line["sources"]["miniwob"]["episodes"] == 2
     assert tables.format_rates(line) == (
         "before: success 16.7% of all 6 episodes, 20.0% of 5 reached, 50.0% of 2 with a verdict; "
-        "1 blocked by their website (evaluator: rubric, 1.25 dollars)"
+        "1 blocked by their website (evaluator: rubric, 1.25 dollars, votes differ on 25.0%)"
     )
     for variant in ("blank_images", "greedy"):
         repeated = evaluation_metrics(line | {"variant": variant})

@@ -203,6 +203,8 @@ def verdict_metrics(verdicts: Iterable[Verdict]) -> dict[str, float]:
         outcomes, prefix = Counter(metric_label(each.outcome) for each in given), f"verdict/{judge}"
         metrics[f"{prefix}/episodes"] = float(len(given))
         metrics |= {f"{prefix}/rate/{name}": count / len(given) for name, count in sorted(outcomes.items())}
+        if voted := [verdict.votes_differ for verdict in given if verdict.votes]:
+            metrics[f"{prefix}/votes_differ"] = mean(voted)
         if any(verdict.calls for verdict in given):
             metrics[f"{prefix}/dollars_total"] = float(sum(verdict.dollars for verdict in given))
             metrics |= {f"{prefix}/{figure}": mean([getattr(each, figure) for each in given]) for figure in FIGURES}

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_webrl.trainer.credit.rewards import outcome_reward
 from megatron_webrl.trainer.metrics.group_statistics import GroupStatistics, SelectionStatistics, verdict_metrics
-from megatron_webrl.types import Group, Verdict
+from megatron_webrl.types import Group, Verdict, Vote
 from tests.trajectories import trajectory
 
 Episode = tuple[str, int]  # outcome, steps
@@ -141,3 +141,8 @@ def test_cost_and_outcomes_of_verdicts_are_reported_by_evaluator_and_protocol():
         {f"{judge}/{name}": value for name, value in wanted.items()}
         | {"verdict/page/episodes": 1, "verdict/page/rate/success": 1.0}
     )
+    voted = [
+        replace(VERDICTS[0], votes=tuple(Vote("m", outcome) for outcome in outcomes.split()))
+        for outcomes in ("success failure success", "success success", "success judge_error success", "success")
+    ]
+    assert verdict_metrics([*voted, VERDICTS[1]])[f"{judge}/votes_differ"] == 1 / 4
