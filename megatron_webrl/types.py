@@ -203,6 +203,9 @@ def _zeros(shape: tuple[int, ...], dtype: str) -> np.ndarray:
     return np.zeros(shape, dtype)
 
 
+MAX_REASONING_CHARS = 2_000
+
+
 @dataclass(frozen=True)
 class Step:
     """One observation -> response -> action, with exactly the tokens that the engine read and produced."""
@@ -220,6 +223,7 @@ class Step:
     title: str = ""
     page_changed: bool = False
     response_characters: int = 0  # of the decoded response, special tokens excluded
+    reasoning: str = ""  # of the response: thoughts and what precedes the tool call, at most MAX_REASONING_CHARS
     memory_characters: int = -1  # of the Memory in the response; 0: it is empty, -1: there is none
     seconds_generation: float = 0.0
     seconds_browser: float = 0.0

@@ -86,7 +86,7 @@ class BudgetConfig:
 
 @dataclass
 class JudgeConfig:
-    """Settings of every protocol, and all of webvoyager; the classes below add those of one protocol."""
+    """Settings of every protocol, and all of webvoyager and agenttrek; the classes below add those of one protocol."""
 
     evaluators: list[str] = setting(
         ["page"],
@@ -105,7 +105,7 @@ class JudgeConfig:
         "rubric",
         "Protocol of the judge; every result names it. webgym and async_webrl are rubric by the rules of the released "
         "codes (docs/judge.md).",
-        choices=("rubric", "webgym", "async_webrl", "webjudge", "webvoyager"),
+        choices=("rubric", "webgym", "async_webrl", "webjudge", "webvoyager", "agenttrek"),
     )
     graded: bool = setting(
         False,
@@ -130,7 +130,12 @@ class JudgeConfig:
         "response_format.",
         choices=("schema", "line"),
     )
-    max_screenshots: int = setting(48, "Latest relevant screenshots shown to the verdict stages.", low=1)
+    max_screenshots: int = setting(
+        48,
+        "Latest relevant screenshots shown to the verdict stages. agenttrek shows the last one only.",
+        low=1,
+        only_with=("protocol", "rubric", "webgym", "async_webrl", "webjudge", "webvoyager"),
+    )
     concurrency: int = setting(64, "Requests that one worker has in flight.", low=1)
     attempts: int = setting(3, "Replies to one question until one is usable; then the episode is masked.", low=1)
     unusable_replies: str = setting(
@@ -180,6 +185,7 @@ PROTOCOLS: dict[str, type[JudgeConfig]] = {
     "async_webrl": WebJudgeConfig,
     "webjudge": WebJudgeConfig,
     "webvoyager": JudgeConfig,
+    "agenttrek": JudgeConfig,
 }
 """Settings of each protocol, by judge.protocol."""
 

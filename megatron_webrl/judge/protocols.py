@@ -1,4 +1,4 @@
-"""Judge protocols: rubric and its released variants, WebJudge, WebVoyager.
+"""Judge protocols: rubric and its released variants, WebJudge, WebVoyager, AgentTrek.
 
 The rubric judge, after WebGym: relevance of each screenshot, blocked, supported, each fact, reference answer.
 
@@ -27,6 +27,10 @@ WebVoyager's protocol (arXiv 2401.13919): one question about task, answer and th
 
 Their evaluation shows the last k screenshots, and counts an episode without an answer as a failure. k is
 judge.max_screenshots here; published results use 15.
+
+AgentTrek's protocol (arXiv 2412.09605), as the repository of Online-Mind2Web and OpenWebRL (arXiv 2606.02031) use it:
+one lenient question about reasoning and actions of all steps and the last screenshot. OpenWebRL counts an episode
+without an answer as a failure, unasked.
 """
 
 from __future__ import annotations
@@ -131,7 +135,7 @@ async def _relevance(
     return list(zip(shots, await run_together(map(asker.ask, questions)), strict=True))
 
 
-WEBJUDGE_TOKENS = 512  # of each reply, as published
+WEBJUDGE_TOKENS = 512  # of each reply, as published; of AgentTrek's, too
 MAX_NOTE_CHARS = 500
 
 
@@ -168,6 +172,14 @@ async def judge_as_webvoyager(episode: EpisodeView, asker: Asker) -> Finding:
     return Finding("success" if outcome.yes else "failure", f"outcome: {outcome.text}")
 
 
+async def judge_as_agenttrek(episode: EpisodeView, asker: Asker) -> Finding:
+    if episode.answer is None:
+        return NO_ANSWER
+    fields = (("TASK", episode.task), ("TRAJECTORY", episode.trajectory))
+    outcome = await asker.require(Question("outcome", "verdict", fields, episode.screenshots[-1:], WEBJUDGE_TOKENS))
+    return Finding("success" if outcome.yes else "failure", f"outcome: {outcome.text}")
+
+
 RUBRIC_STAGES = ("relevance", "blocked", "supported", "rubric", "reference")
 PROTOCOLS = {
     "rubric": JudgeProtocol("rubric", RUBRIC_STAGES, judge_by_rubric),
@@ -175,5 +187,6 @@ PROTOCOLS = {
     "async_webrl": JudgeProtocol("webgym", RUBRIC_STAGES[:-1], partial(judge_by_rubric, released="async_webrl")),
     "webjudge": JudgeProtocol("webjudge", ("key_points", "relevance", "outcome"), judge_as_webjudge),
     "webvoyager": JudgeProtocol("webvoyager", ("outcome",), judge_as_webvoyager),
+    "agenttrek": JudgeProtocol("agenttrek", ("outcome",), judge_as_agenttrek),
 }
 """By judge.protocol."""

@@ -44,7 +44,7 @@ from megatron_webrl.types import Action, JudgeStage, Trajectory
 from megatron_webrl.util.image_type import data_url
 from megatron_webrl.util.text import shorten
 
-NAMES = ("TASK", "ANSWER", "RUBRIC", "FACT", "REFERENCE", "ACTIONS", "PAGES", "KEY_POINTS", "NOTES")
+NAMES = ("TASK", "ANSWER", "RUBRIC", "FACT", "REFERENCE", "ACTIONS", "PAGES", "KEY_POINTS", "NOTES", "TRAJECTORY")
 MAX_FIELD_CHARS = 20_000
 NONCE_DIGITS = 12
 
@@ -166,6 +166,7 @@ class EpisodeView:
     facts: tuple[tuple[str, str], ...]  # description of the fact's group, fact
     fact_groups: tuple[str, ...]  # description of each group, or its facts if it has none
     actions: str  # one line a step
+    trajectory: str  # reasoning and action of each step
     pages: str  # one line a screenshot
     screenshots: tuple[Screenshot, ...]  # without repetitions of the one before
 
@@ -182,7 +183,8 @@ class EpisodeView:
             fact_groups=tuple(
                 text for _, text in dict.fromkeys((fact.group, fact.description or fact.fact) for fact in facts)
             ),
-            actions=_actions(trajectory),
+            actions="\n".join(_actions(trajectory)),
+            trajectory=_with_reasoning(trajectory, _actions(trajectory)),
             pages=_pages(trajectory),
             screenshots=_distinct([bytes(image) for image in trajectory.images]),
         )
@@ -205,12 +207,22 @@ def _distinct(images: Sequence[bytes]) -> tuple[Screenshot, ...]:
     )
 
 
-def _actions(trajectory: Trajectory) -> str:
+def _with_reasoning(trajectory: Trajectory, actions: Sequence[str]) -> str:
+    """The reasoning of each step above its action. It is shortened so that no step of a long episode is lost."""
+    label = len("Reasoning: \n\n")
+    limit = max(3, (MAX_FIELD_CHARS - sum(map(len, actions))) // max(1, len(actions)) - label)
+    reasonings = (shorten(" ".join(step.reasoning.split()), limit) for step in trajectory.steps)
+    return "\n".join(
+        f"Reasoning: {text}\n{action}" if text else action for text, action in zip(reasonings, actions, strict=True)
+    )
+
+
+def _actions(trajectory: Trajectory) -> list[str]:
     lines = []
     for number, step in enumerate(trajectory.steps, 1):
         effect = "page changed" if step.page_changed else "page unchanged"
         lines.append(f"{number}. " + (f"{_action_text(step.action)}; {effect}" if step.action else "no valid action"))
-    return "\n".join(lines)
+    return lines
 
 
 def _action_text(action: Action) -> str:

@@ -16,14 +16,25 @@ from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.rollout.contexts import ContextOverflow, Prompt, make_context
 from megatron_webrl.rollout.generator import Generation, GenerationError, Generator
-from megatron_webrl.rollout.responses import memory_characters
+from megatron_webrl.rollout.responses import memory_characters, reasoning_of
 from megatron_webrl.rollout.stepping import Lockstep, LockstepMember
 from megatron_webrl.rollout.toolset import COORDINATE_TOOLSET, ParsedCall, Toolset, parse_tool_call
 from megatron_webrl.track import live_rollouts
 from megatron_webrl.track.live_rollouts import LiveRollout
 from megatron_webrl.track.timeline import NO_TRACK, Span, Track
-from megatron_webrl.types import ANSWER, DONE, GO_BACKS, STEPS_EXHAUSTED, Observation, Step, Task, Trajectory
+from megatron_webrl.types import (
+    ANSWER,
+    DONE,
+    GO_BACKS,
+    MAX_REASONING_CHARS,
+    STEPS_EXHAUSTED,
+    Observation,
+    Step,
+    Task,
+    Trajectory,
+)
 from megatron_webrl.util.clock import steady_time
+from megatron_webrl.util.text import shorten
 
 log = logging.getLogger(__name__)
 
@@ -232,6 +243,7 @@ def _step(
         page_changed=call.action is not None and after.page_changed,
         url=before.url[:MAX_PAGE_FIELD_CHARS], title=before.title[:MAX_PAGE_FIELD_CHARS],
         response_characters=len(generation.text), memory_characters=memory_characters(generation.text),
+        reasoning=shorten(reasoning_of(generation.text), MAX_REASONING_CHARS),
         seconds_generation=seconds[0], seconds_browser=seconds[1],
         cached_prompt_tokens=generation.cached_prompt_tokens, experts=generation.experts,
         not_recorded_requests=after.not_recorded_requests,

@@ -144,6 +144,12 @@ def split_fields(response: str) -> dict[str, str]:
     return fields
 
 
+def reasoning_of(response: str) -> str:
+    """The thoughts of a response, and what it says before its first tool call."""
+    thoughts, answer = split_thinking(response)
+    return "\n".join(filter(None, (thoughts, split_calls(answer)[0].strip())))
+
+
 def is_empty_json(text: str) -> bool:
     """Whether a field holds nothing: no text, or an empty JSON value."""
     return "".join(text.split()) in _EMPTY_JSON

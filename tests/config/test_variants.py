@@ -78,7 +78,8 @@ def test_an_override_that_chooses_another_variant_leaves_out_what_the_file_says_
 REFUSED = [
     (["trainer.loss.name=grpoo"], "trainer.loss.name='grpoo' is not one of grpo, gspo, cispo, sapo, dppo, raft, "),
     (["tasks.source=webgim"], "near: webgym"),
-    (["judge.protocol=mine"], "judge.protocol='mine' is not one of rubric, webgym, async_webrl, webjudge, "),
+    (["judge.protocol=mine"], "judge.protocol='mine' is not one of rubric, webgym, async_webrl, webjudge, webv"),
+    (["judge={protocol: agenttrek, max_screenshots: 3}"], "max_screenshots has no effect with judge.protocol=agentt"),
     (["judge.unusable_replies=as_released"], "judge.unusable_replies has no effect with judge.protocol=rubric"),
     (["trainer.loss.raft_versions=3"], "did you mean trainer.loss.replay_versions?"),
     (["trainer.loss={decoupled: false, importance_weight_floor: 0.5}"],

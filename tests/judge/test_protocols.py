@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from itertools import starmap
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ from megatron_webrl.config.judge import BudgetConfig
 from megatron_webrl.judge import protocols
 from megatron_webrl.judge.budget import LocalMeter
 from megatron_webrl.judge.evaluation import open_evaluator, with_verdict
+from megatron_webrl.judge.questions import MAX_FIELD_CHARS, EpisodeView
 from megatron_webrl.ring.record import decode_trajectory, encode_trajectory
 from megatron_webrl.types import RubricFact, Verdict
 from megatron_webrl.util.image_type import data_url
@@ -232,6 +234,28 @@ async def test_webvoyager_asks_one_question_about_the_last_screenshots():
             assert (await evaluator.evaluate(episode(None))).outcome == "failure"
         ((stage, fields, images),) = oracle.asked
         assert (stage, set(fields), images) == ("outcome", {"TASK", "ANSWER"}, list(episode().images[1:]))
+
+
+async def test_agenttrek_asks_one_question_about_reasoning_actions_and_the_last_screenshot():
+    made = episode()
+    steps = tuple(replace(step, reasoning=f"thought {n}\nof it") for n, step in enumerate(made.steps, 1))
+    for truth in (True, False):
+        oracle = ScriptedOracle({"outcome": truth})
+        async with judging(oracle, {"protocol": "agenttrek"}) as (evaluator, _):
+            verdict = await evaluator.evaluate(replace(made, steps=steps))
+            assert (verdict.outcome, verdict.protocol) == ("success" if truth else "failure", "agenttrek")
+            assert (await evaluator.evaluate(episode(None))).outcome == "failure"
+        ((stage, fields, images),) = oracle.asked
+        assert (stage, set(fields), images) == ("outcome", {"TASK", "TRAJECTORY"}, [made.images[-1]])
+    assert fields["TRAJECTORY"].splitlines() == [
+        "Reasoning: thought 1 of it", "1. left_click coordinate=[5, 5]; page unchanged",
+        "Reasoning: thought 2 of it", f'2. answer text="{ANSWER_TEXT}"; page unchanged',
+    ]  # fmt: skip
+    many = replace(made, steps=(*[replace(steps[0], reasoning="why " * 2000)] * 50, made.steps[-1]))
+    text = EpisodeView.of(many).trajectory
+    assert len(text) <= MAX_FIELD_CHARS
+    assert text.count("Reasoning: why why") == 50
+    assert text.endswith(f'51. answer text="{ANSWER_TEXT}"; page unchanged')
 
 
 GROUPED = tuple(starmap(RubricFact, (("a", "The lamp", "12 euros"), ("a", "The lamp", "blue"), ("b", "", "in stock"))))

@@ -68,6 +68,7 @@ def steps(draw: st.DrawFn, images: int) -> Step:
         versions=draw(int32s(response)), images=np.array(shown, np.int32), image_grids=draw(int32s(len(shown), 3)),
         finish_reason=draw(st.sampled_from(["stop", "length"])), action=draw(st.none() | actions),
         format_error=draw(st.none() | texts), page_changed=draw(st.booleans()),
+        reasoning=draw(texts),
         response_characters=draw(st.integers(0, 2**31)), memory_characters=draw(st.integers(-1, 2**31)),
         seconds_generation=draw(seconds), seconds_browser=draw(seconds),
         cached_prompt_tokens=draw(st.integers(0, prompt)), leniencies=draw(st.lists(texts, max_size=2).map(tuple)),

@@ -16,6 +16,7 @@ from megatron_webrl.rollout.contexts import format_response, system_message
 from megatron_webrl.rollout.responses import (
     FORMS,
     memory_characters,
+    reasoning_of,
     split_calls,
     split_fields,
     split_thinking,
@@ -411,3 +412,11 @@ def test_memory_is_measured_where_the_response_writes_it() -> None:
         f'Memory: ["a"]\nMemory: ["ab"]\n{CALL}': 6,
     }.items():
         assert memory_characters(response) == characters, response
+
+
+def test_reasoning_is_what_precedes_the_first_call() -> None:
+    for response, expected in {
+        f"<think>\nIt is blue.\n</think>\n\nAction: Wait.\n{CALL}\nNot this": "It is blue.\nAction: Wait.",
+        f"Action: Wait.\n{CALL}{CALL}": "Action: Wait.", CALL: "", "No call": "No call", "<think>cut off": "cut off",
+    }.items():  # fmt: skip
+        assert reasoning_of(response) == expected, response

@@ -111,9 +111,9 @@ async def test_a_solved_task_is_a_success_with_all_data_for_training(player: Pla
 
 async def test_an_agent_acts_by_the_actions_of_its_toolset(player: Player, processor: Processor) -> None:
     toolset, click = Toolset(marks=True), Action("click", element_id=1)
-    answers = Answers(processor, [format_tool_call(click, toolset)])
+    answers = Answers(processor, [f"Action: Click it.\n{format_tool_call(click, toolset)}"])
     trajectory = await replace(player, toolset=toolset).play(answers, task(max_steps=1))
-    assert stored(trajectory).steps[0].action == click
+    assert (stored(trajectory).steps[0].action, trajectory.steps[0].reasoning) == (click, "Action: Click it.")
     assert "<tools>web_interaction: click, type, hover" in answers.prompts[0]
 
 
