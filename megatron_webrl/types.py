@@ -70,7 +70,8 @@ FAULT_OUTCOMES = frozenset(
 )
 """Outcomes of episodes that a fault of the infrastructure masks; the others depend on the page or the policy."""
 
-LIMIT_OUTCOMES = frozenset({"episode_timeout", "context_overflow"})
+EPISODE_TIMEOUT = "episode_timeout"  # masks an episode that did not end within rollout.episode_timeout_seconds
+LIMIT_OUTCOMES = frozenset({EPISODE_TIMEOUT, "context_overflow"})
 """Outcomes of episodes that the time limit or the length of the context cut off."""
 
 BLOCKED = "blocked"  # masks an episode in which the website refused the agent, such as by a CAPTCHA

@@ -188,7 +188,9 @@ class CheckpointEvaluation:
         console.print(tables.evaluation_table(self.summaries))
         console.print(tables.EVALUATION_LEGEND, style="dim")
         for summary in self.summaries:
-            console.print(tables.format_rates(summary), markup=False, highlight=False, soft_wrap=True)
+            published = [tables.format_published(summary)] if self.config.judge.uses_models else []
+            for line in (tables.format_rates(summary), *published):
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
         if count := self.summaries[0]["not_recorded_requests"]:
             console.print(f"requests that no recording answered (browser.replay): {count}", highlight=False)
         for entry in self.summaries[0]["pass_at"].items() if self.config.evaluation.samples > 1 else ():

@@ -25,6 +25,7 @@ from megatron_webrl.track.timeline import NO_TRACK, Span, Track
 from megatron_webrl.types import (
     ANSWER,
     DONE,
+    EPISODE_TIMEOUT,
     GO_BACKS,
     MAX_REASONING_CHARS,
     STEPS_EXHAUSTED,
@@ -53,7 +54,7 @@ class Deadline:
     """Ends an episode within `scope` at its time limit, or upon `expire` at any time; `outcome` names the reason."""
 
     def __init__(self, timeout_seconds: float) -> None:
-        self.timeout_seconds, self.outcome = timeout_seconds, "episode_timeout"  # from when it has a browser
+        self.timeout_seconds, self.outcome = timeout_seconds, EPISODE_TIMEOUT  # from when it has a browser
         self._expired = False
         self._scope: asyncio.Timeout | None = None
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_webrl.config.schema import EvaluationConfig
-from megatron_webrl.types import BLOCKED, TRAINABLE_OUTCOMES
+from megatron_webrl.types import BLOCKED, EPISODE_TIMEOUT, FAULT_OUTCOMES, TRAINABLE_OUTCOMES
 from megatron_webrl.util import atomic_file, history
 from megatron_webrl.util.atomic_file import continue_without
 from megatron_webrl.util.clock import steady_time
@@ -213,7 +213,7 @@ def aggregate_results(
 
     Successes as a share: `success_of_all` of all requested episodes, `success_of_reached` of all but those that their
     website blocked, `success_of_judged` of those with a verdict, `success_past_first_step` of those of them
-    that did not fail at their first step. A rate of no episode is None.
+    that did not fail at their first step, `published` those of published_denominators. A rate of no episode is None.
     """
     results = list(results)
     outcomes = Counter(result.outcome for result in results)
@@ -234,6 +234,10 @@ def aggregate_results(
         "missing": request.episodes - len(results),
         "success_of_all": outcomes["success"] / max(1, request.episodes),
         "success_of_reached": outcomes["success"] / reached if reached else None,
+        "published": {
+            name: {"success": outcomes["success"] / count if count else None, "episodes": count}
+            for name, count in published_denominators(outcomes).items()
+        },
         "evaluators": sorted({result.evaluator for result in results if result.evaluator}),
         "judge_dollars": sum(result.judge_dollars for result in results),
         "votes_differ": sum(voted) / len(voted) if voted else None,
@@ -246,6 +250,17 @@ def aggregate_results(
         "difficulties": _statistics_by(results, lambda result: result.difficulty),
         "sources": _statistics_by(results, lambda result: result.source),
     }
+
+
+def published_denominators(outcomes: Mapping[str, int]) -> dict[str, int]:
+    """The number of episodes that released code divides the successes by. `outcomes`: of the episodes with a result.
+
+    Both codes leave out an episode that its website blocked or that a crash ended; an episode without a verdict for
+    another reason is a failure. Of a time limit this holds in AsyncWebRL; WebGym leaves it out. Missing episodes are
+    like their stragglers: left out.
+    """
+    returned = sum(count for name, count in outcomes.items() if name not in (BLOCKED, *FAULT_OUTCOMES))
+    return {"webgym": returned - outcomes.get(EPISODE_TIMEOUT, 0), "async_webrl": returned}
 
 
 def evaluation_metrics(line: Mapping[str, Any]) -> dict[str, float]:

@@ -79,13 +79,21 @@ def format_rates(line: Mapping[str, Any]) -> str:
     requested = line["episodes"] + _no_verdict(line) + line["missing"]
     blocked = line["no_verdict"].get(BLOCKED, 0)
     cost = f", {line['judge_dollars']:.2f} dollars" if line["judge_dollars"] else ""
-    cost += f", votes differ on {line['votes_differ']:.1%}" if line["votes_differ"] is not None else ""
+    cost += f", votes differ on {line['votes_differ']:.1%}" if line.get("votes_differ") is not None else ""
     return (
         f"{name}: success {line['success_of_all']:.1%} of all {requested} episodes, "
         f"{_percent(line['success_of_reached'])} of {requested - blocked} reached, "
         f"{_percent(line['success_of_judged'])} of {line['episodes']} with a verdict; "
         f"{blocked} blocked by their website (evaluator: {', '.join(line['evaluators']) or 'none'}{cost})"
     )
+
+
+def format_published(line: Mapping[str, Any]) -> str:
+    """The success rates of an evaluation by the denominators of released code, in one line: docs/evaluation.md."""
+    names = {"webgym": "WebGym", "async_webrl": "AsyncWebRL"}
+    rates = [f"{name} {_percent(found['success'])} of {found['episodes']}"
+             for key, name in names.items() for found in [line["published"][key]]]  # fmt: skip
+    return f"by published denominators: {', '.join(rates)}; Online-Mind2Web: of all"
 
 
 def difference_lines(name: str, gain: Mapping[str, Any], width: int = 0) -> list[str]:

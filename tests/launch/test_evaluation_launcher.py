@@ -92,12 +92,14 @@ def run_without_workers(
 def test_missing_episodes_are_an_error_after_the_results(run_folder: Path, monkeypatch: pytest.MonkeyPatch):
     checkpoint = EvaluatedCheckpoint.resolve(run_folder)
     one = ["evaluation.blank_images=false", "evaluation.temperature=0"]  # greedy already
-    config = parse_evaluation_config(checkpoint, ["evaluation.timeout_seconds=0.5", *one])
+    judged = ["judge.evaluators=[judge]"]
+    config = parse_evaluation_config(checkpoint, ["evaluation.timeout_seconds=0.5", *one, *judged])
     with subprocess.Popen(["sleep", "600"]) as mine:
         code, text = run_without_workers(monkeypatch, config, CheckpointEvaluation(config, checkpoint))
         assert code == 1
         assert mine.poll() is None, "a launcher ends what it has started"
         mine.kill()
+    assert "by published denominators: WebGym - of 0, AsyncWebRL - of 0" in text
     # A busy machine makes the new database of MLflow late, and the job says so.
     *_, results, last = (line for line in text.splitlines() if not line.startswith("MLflow at "))
     assert results == f"results: {config.run_folder / 'evaluations.jsonl'}"

@@ -86,9 +86,26 @@ def test_a_line_states_rates_of_all_episodes_of_reached_websites_and_of_verdicts
         "before: success 16.7% of all 6 episodes, 20.0% of 5 reached, 50.0% of 2 with a verdict; "
         "1 blocked by their website (evaluator: rubric, 1.25 dollars, votes differ on 25.0%)"
     )
+    assert tables.format_published(line) == (
+        "by published denominators: WebGym 33.3% of 3, AsyncWebRL 33.3% of 3; Online-Mind2Web: of all"
+    )
     for variant in ("blank_images", "greedy"):
         repeated = evaluation_metrics(line | {"variant": variant})
         assert repeated == {f"evaluation/{variant}/{name.partition('/')[2]}": value for name, value in metrics.items()}
+
+
+def test_published_denominators_leave_out_blocks_and_crashes_and_only_webgym_time_limits():
+    for outcomes, webgym, async_webrl in (
+        ("success failure judge_error context_overflow", (1 / 4, 4), (1 / 4, 4)),
+        ("success failure blocked browser_crashed engine_error", (1 / 2, 2), (1 / 2, 2)),
+        ("success episode_timeout episode_timeout", (1.0, 1), (1 / 3, 3)),
+        ("blocked episode_timeout", (None, 0), (0.0, 1)), ("", (None, 0), (None, 0)),
+    ):  # fmt: skip
+        results = [result(i, outcome) for i, outcome in enumerate(outcomes.split())]
+        line = aggregate_results(replace(REQUEST, tasks=9), results, seconds=1.0)  # the others are missing
+        found = {name: (rate["success"], rate["episodes"]) for name, rate in line["published"].items()}
+        assert found == {"webgym": webgym, "async_webrl": async_webrl}, outcomes
+        assert all(f"of {count}" in tables.format_published(line) for _, count in (webgym, async_webrl))
 
 
 def test_rates_without_episodes_are_missing():
