@@ -2,7 +2,7 @@
 
     python -m tools.make_webgym_tasks TASKS
     python -m tools.make_labelled_episodes --tasks TASKS --out judged.records --labels judged.jsonl [--episodes 300]
-    webrl judge judged.records --labels judged.jsonl
+    webrl judge judged.records --against judged.jsonl
 
 Scripts play in Chromium: successes, near misses (the right page and a neighbouring answer, or an effect with one wrong
 detail), hallucinated answers, failures, denied access, and episodes without an answer. A line of the labels has ticket,

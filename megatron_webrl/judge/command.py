@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -21,6 +21,7 @@ from megatron_webrl.config.schema import Config, RunConfig
 from megatron_webrl.config.setting import ConfigError, check_sections
 from megatron_webrl.judge.budget import USAGE_FILE, BudgetSpent, LocalMeter
 from megatron_webrl.judge.evaluation import EpisodeEvaluator, open_evaluator
+from megatron_webrl.judge.labels import FAILURE, JUDGE_FIGURES, SUCCESS, Labels, judge_scores, read_labels
 from megatron_webrl.judge.verdict_file import VerdictFile, settings_digest
 from megatron_webrl.ring.record import count_records, decode_trajectory, read_record_file
 from megatron_webrl.ring.segment import RecordError
@@ -31,8 +32,6 @@ from megatron_webrl.util.text import first_line
 
 RECORDS = "*.records"
 EPISODES_AT_ONCE = 32  # in memory, with their screenshots
-SUCCESS, FAILURE = "success", "failure"
-EpisodeKey = tuple[int, int]  # ticket, index
 Line = dict[str, Any]
 
 
@@ -42,8 +41,8 @@ def add_judge(commands: Any) -> None:
         "judge",
         help="judge stored episodes again; agreement, cost, confusion table",
         description="Judge the stored episodes of a run (tracking.keep_records) or of record files, and compare the "
-        "verdicts with the stored outcomes or with labels. Verdicts are kept as they arrive: after Ctrl-C the same "
-        "command continues. Exit code 1: the budget was spent before the end; 2: bad input; 130: Ctrl-C. "
+        "verdicts with the stored outcomes or with labels of people. Verdicts are kept as they arrive: after Ctrl-C "
+        "the same command continues. Exit code 1: the budget was spent before the end; 2: bad input; 130: Ctrl-C. "
         "docs/judge.md",
         epilog="example: webrl judge quickstart --config judge.yaml protocol=webjudge --json result.json",
     )
@@ -54,8 +53,9 @@ def add_judge(commands: Any) -> None:
         help="a section judge, or a configuration (default: that of the run), and settings that replace its own",
     )  # fmt: skip
     judge.add_argument(
-        "--labels", type=Path, metavar="FILE", help='JSONL: {"ticket": 3, "index": 0, "label": "success"}'
-    )
+        "--against", metavar="LABELS",
+        help="compare with labels of people: a JSONL file, or Online-Mind2Web's human_label.json, with :AGENT",
+    )  # fmt: skip
     judge.add_argument("--limit", type=int, metavar="N", help="judge the first N episodes only")
     judge.add_argument("--out", type=Path, metavar="FILE", help="where verdicts are kept (default: beside the records)")
     judge.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE, too")
@@ -99,7 +99,7 @@ def _run(options: argparse.Namespace) -> int:
     settings = load_judge_config(
         Path(file) if file else None, [*options.overrides, *overrides], of_run=not options.config
     )
-    labels = read_labels(options.labels) if options.labels else None
+    labels = read_labels(options.against) if options.against else None
     digest = settings_digest(settings)
     name = f"{settings.protocol if settings.uses_models else 'evaluators'}-{digest}.jsonl"
     with VerdictFile(options.out or (run or files[0].parent) / "judged" / name, digest) as verdicts:
@@ -116,7 +116,7 @@ def _run(options: argparse.Namespace) -> int:
             )
             return 130
         lines = [verdicts.lines[key] for key in found.keys if key in verdicts.lines]
-    report = make_report(lines, found.masked, labels)
+        report = make_report(lines, found.masked, labels, verdicts.path)
     console.print(f"verdicts: {verdicts.path}")
     _print_report(report, console)
     if options.json:
@@ -168,32 +168,6 @@ def _read(files: Sequence[Path]) -> Iterator[tuple[str, Trajectory]]:
             raise ConfigError(f"{path}: {error}") from error
 
 
-def read_labels(path: Path) -> dict[EpisodeKey, str]:
-    """Labels of a JSONL file, {"ticket": 3, "index": 0, "label": "success"} a line. Raises ConfigError."""
-    labels: dict[EpisodeKey, str] = {}
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--labels={path} cannot be read: {error}") from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            found = json.loads(line)
-            ticket, index, label = found["ticket"], found["index"], found["label"]
-        except (ValueError, KeyError, TypeError):
-            ticket = index = label = None
-        if type(ticket) is not int or type(index) is not int or not isinstance(label, str) or not label:
-            raise ConfigError(
-                f'{path}:{number}: expected {{"ticket": 3, "index": 0, "label": "success"}}, found {line[:80]}'
-            )
-        if labels.setdefault((ticket, index), label) != label:
-            raise ConfigError(f"{path}:{number}: a second label for ticket {ticket}, index {index}")
-    if not labels:
-        raise ConfigError(f"--labels={path} has no labels")
-    return labels
-
-
 # -- judging --------------------------------------------------------------------------------------
 
 
@@ -239,8 +213,11 @@ class _Rejudging:
 # -- the report -----------------------------------------------------------------------------------
 
 
-def make_report(lines: Sequence[Line], masked: Counter[str], labels: dict[EpisodeKey, str] | None) -> dict[str, Any]:
-    """All figures. `masked`: episodes that were not judged, by their end."""
+def make_report(lines: Sequence[Line], masked: Counter[str], labels: Labels | None, path: Path) -> dict[str, Any]:
+    """All figures. `masked`: episodes that were not judged, by their end; `path`: the file of the verdicts.
+
+    Raises ConfigError for labels that could be of several episodes.
+    """
     stages = [stage for line in lines for stage in line["stages"]]
     names = ("calls", "prompt_tokens", "response_tokens", "dollars", "seconds")
     totals = {name: sum(line[name] for line in lines) for name in names}
@@ -260,9 +237,12 @@ def make_report(lines: Sequence[Line], masked: Counter[str], labels: dict[Episod
         "stored": agreement([(line["stored"], line["outcome"]) for line in lines]),
     }
     if labels is not None:
-        keyed = [((line["ticket"], line["index"]), line["outcome"]) for line in lines]
-        report["labels"] = agreement([(labels[key], outcome) for key, outcome in keyed if key in labels])
-        report["labels_without_episode"] = len(set(labels) - {key for key, _ in keyed})
+        labels.check(lines)
+        labelled = [(label, line["outcome"]) for line in lines if (label := labels.of(line)) is not None]
+        report["labels"] = agreement(labelled)
+        report["labels_without_episode"] = labels.without_episode(lines)
+        others = [each for each in sorted(path.parent.glob("*.jsonl")) if each != path]
+        report["judges"] = judge_scores(labels, lines, path.stem, others)
     return report
 
 
@@ -315,6 +295,8 @@ def _print_report(report: dict[str, Any], console: Console) -> None:
         )
     if report["votes_differ"] is not None:
         console.print(f"votes differ on {report['votes_differ']:.1%} of the episodes")
+    if judges := report.get("judges"):
+        console.print(_judge_table(judges))
     cost = report["cost_per_episode"]
     console.print(
         f"cost per episode: {cost['calls']:.1f} calls, {cost['prompt_tokens']:.0f} prompt and "
@@ -327,3 +309,18 @@ def _print_report(report: dict[str, Any], console: Console) -> None:
             console.print(f"{title}: {counts}")
     if report.get("labels_without_episode"):
         console.print(f"labels without an episode: {report['labels_without_episode']}")
+
+
+def _judge_table(judges: Sequence[Mapping[str, Any]]) -> Table:
+    """Agreement, precision and recall of each judge, with 95 % intervals (Wilson), in percent."""
+    table = Table(title="Judges against labels, with 95 % intervals", title_justify="left")
+    table.add_column("judge", overflow="fold")
+    for name in ("episodes", *JUDGE_FIGURES):
+        table.add_column(name, justify="right", no_wrap=True)
+    for judge in judges:
+        cells = []
+        for figure in (judge[name] for name in JUDGE_FIGURES):
+            low, high = figure["interval"] or (0.0, 0.0)
+            cells.append("-" if figure["share"] is None else f"{figure['share']:.1%} ({low:.0%} to {high:.0%})")
+        table.add_row(judge["judge"], str(judge["episodes"]), *cells)
+    return table

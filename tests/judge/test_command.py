@@ -76,7 +76,7 @@ def test_a_run_is_judged_against_outcomes_and_labels(tmp_path: Path, url: str, c
     labels = ["success", "failure", "failure", "success", "success", "failure", "failure"]
     lines = [json.dumps({"ticket": n, "index": 0, "label": label}) for n, label in enumerate(labels)]
     (tmp_path / "labels.jsonl").write_text("\n".join(lines))
-    options = ["verdict.input_price=1.0", "--labels", tmp_path / "labels.jsonl", "--json", tmp_path / "out.json"]
+    options = ["verdict.input_price=1.0", "--against", tmp_path / "labels.jsonl", "--json", tmp_path / "out.json"]
     assert judge(run, *options) == 0
     found = json.loads((tmp_path / "out.json").read_text())
     assert (found["episodes"], found["not_judged"]) == (6, {"browser_error": 1})
@@ -212,7 +212,7 @@ def test_what_cannot_be_judged_or_compared_is_refused(tmp_path: Path, capsys: py
         ('{"ticket": 1, "index": 0, "label": "a"}\n{"ticket": 1, "index": 0, "label": "b"}', "a second label"),
     ):  # fmt: skip
         (tmp_path / "labels.jsonl").write_text(labels)
-        assert judge(records, "--labels", tmp_path / "labels.jsonl") == 2
+        assert judge(records, "--against", tmp_path / "labels.jsonl") == 2
         assert message in capsys.readouterr().err
 
 
