@@ -77,6 +77,10 @@ class EvaluationConfig:
     )
     samples: int = setting(1, "Episodes of each task; more than one for pass@k.", low=1)
     temperature: float = setting(0.0, "Sampling temperature of evaluations; 0: greedy.", low=0)
+    top_p: float = setting(
+        1.0, "Sample from the likeliest tokens of this probability together.", above=0, high=1, only_with="temperature"
+    )
+    top_k: int = setting(0, "Sample from this many likeliest tokens; 0: from all.", low=0, only_with="temperature")
     before: bool = setting(False, "Evaluate the initial policy.")
     after: bool = setting(False, "Evaluate the final policy.")
     blank_images: bool = setting(

@@ -32,15 +32,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EvaluationGenerator:
-    """The engine at an evaluation's temperature, with white images if the evaluation is blind. Implements Generator."""
+    """The engine with the sampling of a request, and with white images if it is blind. Implements Generator."""
 
     engine: VLLMEngine
-    temperature: float
-    blind: bool = False
+    request: EvaluationRequest
 
     async def generate(self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
-        shown = [white_image(*decode_image(data).size) for data in images] if self.blind else images
-        return await self.engine.generate(session, token_ids, shown, self.temperature)
+        blind = self.request.variant == BLANK_IMAGES
+        shown = [white_image(*decode_image(data).size) for data in images] if blind else images
+        sampling = self.request.temperature, self.request.top_p, self.request.top_k
+        return await self.engine.generate(session, token_ids, shown, sampling)
 
 
 def make_result(trajectory: Trajectory, seconds: float) -> EvaluationResult:
@@ -121,7 +122,7 @@ class Evaluator:
         return rollout.groups_in_flight * rollout.group_size if self.exclusive else EVALUATION_EPISODES
 
     async def _run(self, request: EvaluationRequest, episode: int) -> None:
-        generator = EvaluationGenerator(self.engine, request.temperature, request.variant == BLANK_IMAGES)
+        generator = EvaluationGenerator(self.engine, request)
         started = time.monotonic()
         try:
             trajectory = await self.episode_runner.run_held_out(generator, request, episode)

@@ -15,7 +15,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +55,8 @@ class EvaluationRequest:
     exclusive: bool = False  # no groups run meanwhile, so that every token comes from this version
     variant: str = ""  # one of VARIANTS
     first_task: int = 0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all tokens
 
     @property
     def name(self) -> str:
@@ -92,8 +94,12 @@ def make_request(
     exclusive: bool,
 ) -> EvaluationRequest:
     """The request of a variant for the held-out tasks `indices`, a range. Greedy: one episode of each task."""
-    samples, temperature = (1, 0.0) if variant == GREEDY else (settings.samples, settings.temperature)
-    return EvaluationRequest(number, kind, len(indices), samples, temperature, version, exclusive, variant, indices[0])
+    if variant == GREEDY:
+        settings = replace(settings, samples=1, temperature=0.0, top_p=1.0, top_k=0)
+    return EvaluationRequest(
+        number, kind, len(indices), settings.samples, settings.temperature, version, exclusive, variant, indices[0],
+        settings.top_p, settings.top_k,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -230,6 +236,8 @@ def aggregate_results(
         "tasks_requested": request.tasks,
         "samples": request.samples,
         "temperature": request.temperature,
+        "top_p": request.top_p,
+        "top_k": request.top_k,
         **_statistics(results),
         "missing": request.episodes - len(results),
         "success_of_all": outcomes["success"] / max(1, request.episodes),

@@ -108,7 +108,7 @@ class EvaluationScheduler:
         if (kind == "before" and version) or (kind, variant, version) in self._made:
             return False
         request = make_request(0, kind, variant, self._task_indices, self.config.evaluation, version, True)
-        fields = ("kind", "version", "variant", "temperature", "samples", "first_task")
+        fields = ("kind", "version", "variant", "temperature", "top_p", "top_k", "samples", "first_task")
         wanted = {"tasks_requested": request.tasks} | {name: getattr(request, name) for name in fields}
         try:
             lines = evaluations.read_evaluations(self.config.run_folder)

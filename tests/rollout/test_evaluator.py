@@ -26,6 +26,7 @@ from megatron_webrl.ring.ring import NodeRing
 from megatron_webrl.ring.segment import segment_name
 from megatron_webrl.rollout import main
 from megatron_webrl.rollout.demonstrations import ScriptedGenerator
+from megatron_webrl.rollout.engine.vllm_engine import Sampling
 from megatron_webrl.rollout.episode_runner import EpisodeRunner
 from megatron_webrl.rollout.evaluator import EvaluationGenerator, Evaluator, make_result
 from megatron_webrl.rollout.generator import Generation
@@ -50,19 +51,19 @@ class ScriptedEngine:
 
     def __init__(self, config: Config, processor: Processor, crashes: int = 0) -> None:
         self.version, self.partially_updated, self.crashes = 2, False, crashes
-        self.temperatures: list[float] = []
+        self.samplings: list[Sampling] = []
         self.screenshots: list[bytes] = []
         self.released = asyncio.Event()
         self.released.set()
         self._script = ScriptedGenerator(processor, config.rollout)
 
     async def generate(
-        self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes], temperature: float
+        self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes], sampling: Sampling
     ) -> Generation:
-        if len(self.temperatures) < self.crashes:
+        if len(self.samplings) < self.crashes:
             [server] = server_processes()
             browser_of(server).kill()
-        self.temperatures.append(temperature)
+        self.samplings.append(sampling)
         self.screenshots += images
         await self.released.wait()
         generation = await self._script.generate(session, token_ids, images)
@@ -104,7 +105,7 @@ async def test_a_worker_runs_held_out_tasks(config: Config, control: ControlClie
             await eventually(complete, LIMIT)
             return collector
 
-        request = EvaluationRequest(1, "during", tasks=4, samples=1, temperature=0.5, version=1)
+        request = EvaluationRequest(1, "during", tasks=4, samples=1, temperature=0.5, version=1, top_p=0.9, top_k=20)
         collector = await collect(request)
         results = [collector.results[episode] for episode in range(4)]
         assert [r.outcome for r in results] == ["success"] * 4
@@ -114,7 +115,7 @@ async def test_a_worker_runs_held_out_tasks(config: Config, control: ControlClie
         assert str(HELD_OUT_SEEDS.start) in results[0].task
         assert [r.versions for r in results] == [(2, 2)] * 4
         assert all(r.steps >= 1 and r.response_tokens > 0 and r.worker == "rollout-0.1" for r in results)
-        assert set(engine.temperatures) == {0.5}
+        assert set(engine.samplings) == {(0.5, 0.9, 20)}
         assert not evaluator.exclusive
 
         # An exclusive evaluation begins when the engine has its version; only the images are blank.
@@ -136,11 +137,11 @@ async def test_a_worker_runs_held_out_tasks(config: Config, control: ControlClie
 
         # A withdrawn request cancels its episodes and releases their browsers for the next one.
         engine.released.clear()
-        requests = len(engine.temperatures)
+        requests = len(engine.samplings)
         evaluations.submit_request(
             control, EvaluationRequest(3, "during", tasks=2, samples=1, temperature=0.0, version=3)
         )
-        await eventually(lambda: (evaluator.poll(), len(engine.temperatures) > requests)[1], LIMIT)
+        await eventually(lambda: (evaluator.poll(), len(engine.samplings) > requests)[1], LIMIT)
         evaluations.withdraw_request(control)
         evaluator.poll()
         assert evaluator.status() == ""
@@ -156,7 +157,7 @@ async def test_an_episode_that_a_browser_crash_ends_is_retried(config: Config, p
 
         async def outcome(crashes: int) -> tuple[str, int]:
             engine: Any = ScriptedEngine(config, processor, crashes)
-            found = await episodes.run_held_out(EvaluationGenerator(engine, 0.5), request, 0)
+            found = await episodes.run_held_out(EvaluationGenerator(engine, request), request, 0)
             return found.outcome, found.tries
 
         assert await outcome(crashes=1) == ("success", 2)
@@ -178,7 +179,7 @@ async def test_a_spent_budget_ends_the_job(config: Config, control: ControlClien
     async with EpisodeRunner.open(config, processor, "rollout-0", LocalMeter(config.judge.budget)) as episodes:
         store = EpisodeStore.of_worker(config, "rollout-0")
         evaluator = Evaluator(config, control, engine, replace(episodes, evaluator=verdicts), store, "rollout-0.1")
-        request = EvaluationRequest(1, "during", tasks=4, samples=1, temperature=0.5, version=1)
+        request = EvaluationRequest(1, "during", tasks=4, samples=1, temperature=0.5, version=1, top_p=0.9, top_k=20)
         evaluations.submit_request(control, request)
         collector = ResultCollector(control, request)
         spent.permitted.set()
@@ -290,5 +291,5 @@ async def test_an_engine_with_incomplete_weights_leaves_claimed_episodes_to_othe
         name = evaluations.queue_name(request)
         await eventually(lambda: control.run("read_queue", name)["claimed"])
         await eventually(lambda: (evaluator.poll(), control.claim(name, "rollout-1.1", 1))[1])
-        assert not engine.temperatures
+        assert not engine.samplings
         await evaluator.close()

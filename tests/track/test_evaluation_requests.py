@@ -57,6 +57,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     config.run.directory, config.trainer.updates = str(tmp_path), 4
     config.evaluation.episodes, config.evaluation.every = 3, 1
     config.evaluation.before = config.evaluation.after = config.evaluation.blank_images = True
+    config.evaluation.top_p, config.evaluation.top_k = 0.9, 5
     config.evaluation.temperature, config.evaluation.greedy, config.evaluation.skip = 1.0, True, FIRST_TASK
     config.evaluation.samples = 2
     config.run_folder.mkdir()
@@ -148,8 +149,8 @@ def test_a_run_is_evaluated_before_during_after(address: Path, control: ControlC
     assert engines.version == 4  # engines that lagged behind are not evaluated
     worker.join(LIMIT)
     assert list(worker.asked) == [*BEFORE, "during", *AFTER]
-    assert {name: (asked.temperature, asked.samples) for name, asked in worker.asked.items()} == {
-        name: (0.0, 1) if name.endswith("greedy") else (1.0, 2) for name in worker.asked
+    assert {name: (each.temperature, each.top_p, each.top_k, each.samples) for name, each in worker.asked.items()} == {
+        name: (0.0, 1.0, 0, 1) if name.endswith("greedy") else (1.0, 0.9, 5, 2) for name in worker.asked
     }
     found = evaluations.summarise(config.run_folder, 4)
     assert [found[name]["success_of_judged"] for name in (*BEFORE, *AFTER)] == [0, 0, 0, 1, pytest.approx(2 / 3), 1]

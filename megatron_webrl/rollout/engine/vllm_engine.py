@@ -38,14 +38,18 @@ if TYPE_CHECKING:
     from megatron_webrl.rollout.engine.followers import EngineFollowers
 
 
-def sampling_params(config: Config, processor: Processor, temperature: float) -> SamplingParams:
-    """vLLM's sampling parameters of one response."""
+Sampling = tuple[float, float, int]  # temperature, top_p, top_k (0: all tokens)
+
+
+def sampling_params(config: Config, processor: Processor, sampling: Sampling) -> SamplingParams:
+    """vLLM's parameters of one response."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+    temperature, top_p, top_k = sampling
     return SamplingParams(
         temperature=temperature,
-        top_p=1.0,
-        top_k=0,
+        top_p=top_p,
+        top_k=top_k,
         max_tokens=config.rollout.max_new_tokens,
         stop_token_ids=[processor.eos_token_id],
         logprobs=0,  # of the sampled token only
@@ -155,7 +159,7 @@ class VLLMEngine:
         self.rank_hosts = [socket.gethostname()] * ranks if followers is None else followers.rank_hosts(ranks)
         self._config, self._worker, self._thread = config, worker, thread
         self._llm: Any = llm
-        self._sampling = sampling_params(config, processor, config.rollout.temperature)
+        self._sampling = sampling_params(config, processor, (config.rollout.temperature, 1.0, 0))
         self._request_numbers = itertools.count()
         self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._update = asyncio.Lock()
@@ -205,12 +209,12 @@ class VLLMEngine:
 
     async def generate(
         self, session: RemoteSession | None, token_ids: np.ndarray, images: Sequence[bytes],
-        temperature: float | None = None,
+        sampling: Sampling | None = None,
     ) -> Generation:  # fmt: skip
         """Generate one response. `token_ids`: int32 with one placeholder per image; `session` is ignored.
 
-        `temperature` replaces rollout.temperature; 0 is greedy. Raises GenerationError for an invalid prompt or after
-        rollout.operation_timeout_seconds (without pauses for updates), EngineDeadError if the engine is dead.
+        `sampling` replaces that of training; temperature 0 is greedy. Raises GenerationError for an invalid prompt or
+        after rollout.operation_timeout_seconds (without pauses for updates), EngineDeadError if the engine is dead.
         """
         self.check_alive()
         if self.version < 0 and not self._config.evaluation.only:
@@ -227,10 +231,10 @@ class VLLMEngine:
                 f"the prompt has {len(expanded)} tokens; rollout.max_model_len={limit} leaves no room for a response"
             )
         prompt = vllm_prompt(token_ids, images, decoded)
-        sampling = self._sampling
-        if temperature is not None:
-            sampling = sampling_params(self._config, self.processor, temperature)
-        output = await self._limited(self._request(prompt, sampling))
+        chosen = self._sampling
+        if sampling is not None:
+            chosen = sampling_params(self._config, self.processor, sampling)
+        output = await self._limited(self._request(prompt, chosen))
         text = self._llm.vllm_config.model_config.hf_text_config
         return to_generation(output, self.processor, expanded, grids, self._worker, text)
 

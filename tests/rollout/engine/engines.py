@@ -18,7 +18,7 @@ from megatron_webrl.model.architectures import parameter_mappings
 from megatron_webrl.model.layout import ParallelSizes
 from megatron_webrl.model.parameter_map import parameter_shapes, to_megatron
 from megatron_webrl.model.processor import Processor
-from megatron_webrl.rollout.engine.vllm_engine import VLLMEngine
+from megatron_webrl.rollout.engine.vllm_engine import Sampling, VLLMEngine
 from megatron_webrl.rollout.generator import Generation
 from megatron_webrl.types import Step
 from megatron_webrl.weights import transport
@@ -130,11 +130,11 @@ def of_response(logprobs: torch.Tensor, answer: Generation | Step) -> np.ndarray
 
 
 async def respond(
-    engine: VLLMEngine, tokens: np.ndarray, images: list[bytes], temperature: float | None = None
+    engine: VLLMEngine, tokens: np.ndarray, images: list[bytes], sampling: Sampling | None = None
 ) -> Generation:
     """One response without image placeholders, which transformers would take for images."""
     for _ in range(10):
-        answer = await engine.generate(None, tokens, images, temperature)
+        answer = await engine.generate(None, tokens, images, sampling)
         if scorable(engine, answer):
             return answer
     raise AssertionError("ten responses in a row have image placeholders")

@@ -71,9 +71,15 @@ async def test_log_probabilities_are_those_of_transformers(engine: VLLMEngine, r
     assert answer.text == engine.processor.decode(answer.response_token_ids)
     ended = answer.response_token_ids[-1] in (engine.processor.eos_token_id, engine.processor.tokenizer.pad_token_id)
     assert (answer.finish_reason, len(answer.response_token_ids) <= 24) == ("stop" if ended else "length", True)
-    colder = await respond(engine, prompt(engine, 2), images, temperature=0.6)
+    colder = await respond(engine, prompt(engine, 2), images, (0.6, 1.0, 0))
     scaled = (logprobs(reference, engine.processor, colder, images) / 0.6).log_softmax(-1)
     np.testing.assert_allclose(colder.logprobs, of_response(scaled, colder), atol=TOLERANCE)
+    greedy, *likeliest = [
+        (await respond(engine, prompt(engine, 2), images, sampling)).response_token_ids
+        for sampling in ((0.0, 1.0, 0), (1.0, 1.0, 1), (1.0, 1e-6, 0))
+    ]
+    for tokens in likeliest:
+        np.testing.assert_array_equal(tokens, greedy)
 
 
 async def test_cuda_graphs_are_those_that_the_ranks_captured(
