@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_webrl import __version__
 from megatron_webrl.browser.server.commands import add_browsers
 from megatron_webrl.checks.command import add_check, with_part
+from megatron_webrl.config.load import config_text
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.judge.command import add_judge
 from megatron_webrl.launch.evaluation_command import add_eval
@@ -119,11 +120,7 @@ def _train(options: argparse.Namespace) -> int:
         config = parse_training_config(options.config, options.overrides)
         check_job(config)
     if options.check:
-        import dataclasses
-
-        import yaml
-
-        sys.stdout.write(redact(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)))
+        sys.stdout.write(redact(config_text(config)))
         return 0
     from rich.console import Console
 

@@ -86,7 +86,7 @@ class BudgetConfig:
 
 @dataclass
 class JudgeConfig:
-    """Settings of every protocol, and all of webvoyager and agenttrek; the classes below add those of one protocol."""
+    """Settings of every protocol, and all of agenttrek; the classes below add those of one protocol."""
 
     evaluators: list[str] = setting(
         ["page"],
@@ -130,12 +130,6 @@ class JudgeConfig:
         "response_format.",
         choices=("schema", "line"),
     )
-    max_screenshots: int = setting(
-        48,
-        "Latest relevant screenshots shown to the verdict stages. agenttrek shows the last one only.",
-        low=1,
-        only_with=("protocol", "rubric", "webgym", "async_webrl", "webjudge", "webvoyager"),
-    )
     concurrency: int = setting(64, "Requests that one worker has in flight.", low=1)
     attempts: int = setting(3, "Replies to one question until one is usable; then the episode is masked.", low=1)
     unusable_replies: str = setting(
@@ -173,7 +167,12 @@ class JudgeConfig:
 
 
 @dataclass
-class WebJudgeConfig(JudgeConfig):
+class WebVoyagerConfig(JudgeConfig):
+    max_screenshots: int = setting(48, "Latest relevant screenshots shown to the verdict stages.", low=1)
+
+
+@dataclass
+class WebJudgeConfig(WebVoyagerConfig):
     """rubric and its variants, whose blocked stage asks this model as well, and webjudge."""
 
     relevance: JudgeModelConfig = field(default_factory=JudgeModelConfig)
@@ -184,7 +183,7 @@ PROTOCOLS: dict[str, type[JudgeConfig]] = {
     "webgym": WebJudgeConfig,
     "async_webrl": WebJudgeConfig,
     "webjudge": WebJudgeConfig,
-    "webvoyager": JudgeConfig,
+    "webvoyager": WebVoyagerConfig,
     "agenttrek": JudgeConfig,
 }
 """Settings of each protocol, by judge.protocol."""

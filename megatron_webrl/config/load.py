@@ -130,9 +130,14 @@ def resolve_cluster_sizes(config: Config) -> None:
         setattr(section, field, found)
 
 
+def config_text(config: Config) -> str:
+    """The resolved configuration as YAML that `load` reads back."""
+    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
+
+
 def save_config(config: Config, path: Path) -> None:
-    """Write the resolved configuration as YAML that `load` reads back."""
-    atomic_file.write_text(path, yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
+    """Write the resolved configuration."""
+    atomic_file.write_text(path, config_text(config))
 
 
 def all_settings(config: Any = None, prefix: str = "") -> dict[str, list[str]]:

@@ -122,7 +122,7 @@ async def _relevant(episode: EpisodeView, asker: Asker, fields: tuple[tuple[str,
     *earlier, last = episode.screenshots
     answers = await _relevance(asker, earlier, fields, RELEVANCE_TOKENS, VERDICT)
     kept = [shot for shot, answer in answers if answer.value is not False]
-    return (*kept, last)[-asker.settings.max_screenshots :]
+    return (*kept, last)[-asker.max_screenshots :]
 
 
 async def _relevance(
@@ -146,7 +146,7 @@ async def judge_as_webjudge(episode: EpisodeView, asker: Asker) -> Finding:
     points = ("KEY_POINTS", str(listed.value))
     answers = await _relevance(asker, episode.screenshots, (task, points), WEBJUDGE_TOKENS, SCORE)
     kept = [each for each in answers if each[1].value is None or int(each[1].value) >= RELEVANT_SCORE]
-    kept = kept[-asker.settings.max_screenshots :]
+    kept = kept[-asker.max_screenshots :]
     notes = [
         f"screenshot {shot.number}: {' '.join(answer.text.split())[:MAX_NOTE_CHARS]}"
         for shot, answer in kept if answer.value is not None
@@ -166,7 +166,7 @@ WEBVOYAGER_TOKENS = 1_000  # of the reply, as published
 async def judge_as_webvoyager(episode: EpisodeView, asker: Asker) -> Finding:
     if episode.answer is None:
         return NO_ANSWER
-    shots = episode.screenshots[-asker.settings.max_screenshots :]
+    shots = episode.screenshots[-asker.max_screenshots :]
     fields = (("TASK", episode.task), ("ANSWER", episode.answer))
     outcome = await asker.require(Question("outcome", "verdict", fields, shots, WEBVOYAGER_TOKENS))
     return Finding("success" if outcome.yes else "failure", f"outcome: {outcome.text}")

@@ -285,6 +285,7 @@ class Asker:
         """`deadline`: loop time; `voter`: the slot of the model that gives the verdict."""
         self._client, self._prompts, self.settings, self._deadline = client, prompts, settings, deadline
         self._voter = voter
+        self.max_screenshots: int = getattr(settings, "max_screenshots", 1)  # shown with a verdict
         self.stages: list[JudgeStage] = []
         self.spending = Spending()
 

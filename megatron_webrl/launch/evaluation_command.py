@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
+from megatron_webrl.config.load import config_text
 from megatron_webrl.launch.validation import check_job
+from megatron_webrl.util.text import redact
 
 
 def add_eval(commands: Any) -> None:
@@ -20,6 +23,9 @@ def add_eval(commands: Any) -> None:
         epilog="example: webrl eval runs/quickstart/checkpoints evaluation.episodes=50 --json result.json",
     )
     add_evaluation_arguments(evaluation)
+    evaluation.add_argument(
+        "--check", action="store_true", help="check the configuration, print all settings, and start nothing"
+    )
     evaluation.set_defaults(run=_eval)
 
 
@@ -65,4 +71,7 @@ def _eval(options: argparse.Namespace) -> int:
     config = parse_evaluation_config(checkpoint, evaluation_arguments(options))
     check_job(config)
     check_output_file(options.json)
+    if options.check:
+        sys.stdout.write(redact(config_text(config)))
+        return 0
     return run_here(config, Console(), CheckpointEvaluation(config, checkpoint, options.json))

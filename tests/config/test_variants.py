@@ -79,7 +79,7 @@ REFUSED = [
     (["trainer.loss.name=grpoo"], "trainer.loss.name='grpoo' is not one of grpo, gspo, cispo, sapo, dppo, raft, "),
     (["tasks.source=webgim"], "near: webgym"),
     (["judge.protocol=mine"], "judge.protocol='mine' is not one of rubric, webgym, async_webrl, webjudge, webv"),
-    (["judge={protocol: agenttrek, max_screenshots: 3}"], "max_screenshots has no effect with judge.protocol=agentt"),
+    (["judge={protocol: agenttrek, max_screenshots: 3}"], "is a setting of judge.protocol=rubric, judge.protocol=web"),
     (["judge.unusable_replies=as_released"], "judge.unusable_replies has no effect with judge.protocol=rubric"),
     (["trainer.loss.raft_versions=3"], "did you mean trainer.loss.replay_versions?"),
     (["trainer.loss={decoupled: false, importance_weight_floor: 0.5}"],
