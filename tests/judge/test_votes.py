@@ -80,6 +80,18 @@ async def test_several_models_vote_each_as_often_and_one_verdict_has_no_votes():
     assert (verdict.outcome, verdict.votes, asked) == ("success", (), ["oracle"])
 
 
+async def test_votes_stay_in_a_verdict_that_another_evaluator_decides():
+    async def handle(request: web.Request) -> web.Response:
+        choice = {"message": {"content": '{"reason": "a", "verdict": "no"}'}, "finish_reason": "stop"}
+        return web.json_response({"choices": [choice]})
+
+    async with serving(handle) as url:
+        chosen = settings(url, protocol="webvoyager", votes=2, evaluators=["judge", "page"], combine="any")
+        async with open_evaluator(chosen, LocalMeter(BudgetConfig())) as evaluator:
+            verdict = await evaluator.evaluate(episode(page_reward=1.0, reference=None))
+    assert (verdict.outcome, verdict.votes) == ("success", 2 * (Vote("oracle", "failure"),))
+
+
 def test_voters_are_settings_and_change_what_a_verdict_means(tmp_path: Path):
     path = tmp_path / "judge.yaml"
     section = {"protocol": "webvoyager", "votes": 3, "voters": [{"name": "o4-mini", "options": {"temperature": None}}]}
@@ -91,6 +103,10 @@ def test_voters_are_settings_and_change_what_a_verdict_means(tmp_path: Path):
     other = parse_config(path, ["judge.voters=[{name: gpt-4.1}]"]).judge
     more = parse_config(path, ["judge.votes=5"]).judge
     assert len({settings_digest(each) for each in (config.judge, other, more)}) == 3
+    moved = parse_config(
+        path, ["judge.voters=[{name: o4-mini, url: 'http://y/v1', options: {temperature: null}}]"]
+    ).judge
+    assert settings_digest(moved) == settings_digest(config.judge)  # endpoints may move
 
 
 def test_votes_that_cannot_be_given_are_refused():
