@@ -59,9 +59,20 @@ class ModelConfig:
         "", "Megatron checkpoint to start from; empty: the weights of model.path. Only its weights are taken."
     )
     dtype: str = setting("float32", "Type of weights and activations.", choices=("float32", "bfloat16"))
+    head_dtype: str = setting(
+        "model",
+        "Type in which trainer and engines compute logits. float32: products of the output layer are accumulated and "
+        "returned in float32, weights stay as they are. model: rounded to the type of the weights.",
+        choices=("model", "float32"),
+    )
     platform: str = setting(
         "auto", "Where to compute; auto takes CUDA if there is a GPU.", choices=("auto", "cpu", "cuda")
     )
+
+    @property
+    def float32_head(self) -> bool:
+        """Whether the trainer's logits are float32 and its weights are not."""
+        return self.head_dtype == "float32" and self.dtype != "float32"
 
 
 @dataclass
@@ -292,6 +303,16 @@ def check_combinations(config: Config) -> None:
             check(config)
 
 
+def check_head_dtype(config: Config) -> None:
+    """Refuse model.head_dtype=float32 if all weights are float32. Raises ConfigError."""
+    dtypes = {config.engine_dtype} if config.evaluation.only else {config.engine_dtype, config.model.dtype}
+    if config.model.head_dtype == "float32" and dtypes == {"float32"}:
+        raise ConfigError(
+            "model.head_dtype=float32 has no effect on weights in float32; leave it out, or set model.dtype or "
+            "rollout.dtype to bfloat16"
+        )
+
+
 def _check_engines(config: Config) -> None:
     rollout, trainer = config.rollout, config.trainer
     if not config.evaluation.only and rollout.min_engines > rollout.engines:
@@ -308,6 +329,7 @@ def _check_engines(config: Config) -> None:
             f"trainer.tokens_per_microbatch={trainer.tokens_per_microbatch} cannot hold a sample of "
             f"rollout.max_model_len={rollout.max_model_len} tokens; raise it or lower max_model_len"
         )
+    check_head_dtype(config)
     kernel = trainer.attention
     if kernel in ("varlen", "flash"):
         for name, value, needed in (

@@ -1,4 +1,4 @@
-"""Options of how a model is computed. None of them changes its logits."""
+"""Options of how a model is computed. None of them changes its logits, but for the rounding of these."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ class ComputeOptions:
     experts: ExpertKernel = "auto"  # of a layer: computed together where PyTorch has a kernel, or one after the other
     compile_pointwise: bool = False  # SwiGLU, the tower's rotary embedding: one kernel each, or PyTorch's operations
     train_vision: bool = True
+    float32_head: bool = False  # logits in float32, of a model in bfloat16
     value_head: ValueHeadKind = "none"  # of a step critic; detached: its gradient stops before the trunk
 
     def __post_init__(self) -> None:

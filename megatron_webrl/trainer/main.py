@@ -207,6 +207,7 @@ def compute_options(config: Config, platform: Platform) -> ComputeOptions:
         attention=cast(AttentionKernel, trainer.attention),
         compile_pointwise=choose_compilation(platform, getattr(torch, config.model.dtype)),
         train_vision=trainer.train_vision,
+        float32_head=config.model.float32_head,
         value_head=_value_head(trainer.critic),
     )
 

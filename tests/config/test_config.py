@@ -12,10 +12,11 @@ import pytest
 from megatron_webrl import cli
 from megatron_webrl.config.cluster import ClusterConfig
 from megatron_webrl.config.load import all_settings, parse_config, save_config
+from megatron_webrl.config.schema import check_combinations
 from megatron_webrl.launch.validation import load_config
 from megatron_webrl.model.parameter_counts import config_sections, size_from_path
 from megatron_webrl.placement.memory_estimate import image_buffer_mib
-from tests.config.conftest import error
+from tests.config.conftest import error, refusal
 
 ROOT = Path(__file__).parents[2]
 
@@ -79,6 +80,7 @@ REFUSALS = {
     "evaluation.samples=4": "evaluation.samples=4 with evaluation.temperature=0",
     "evaluation.blank_images=true": "set evaluation.after=true",
     "evaluation.greedy=true": "evaluation.greedy=true",
+    "model.head_dtype=float32": "model.head_dtype=float32 has no effect",
     "trainer.attention=flash": "trainer.attention=flash needs model.dtype=bfloat16, not float32",
     "trainer.data_parallel=0": "trainer.data_parallel=0 asks cluster.* for a number, but cluster.gpus_per_node=0",
     "cluster.nodes=2": "trainer.data_parallel=1 makes 1 ranks, which cluster.nodes=2 do not divide",
@@ -140,12 +142,17 @@ def test_settings_that_need_each_other_are_accepted_together(config_file: Path) 
         ["browser.replay=.", "browser.replay_ignore=[_]"],
         ["trainer.loss.name=raft", "trainer.loss.replay_versions=3", "rollout.group_size=1"],
         [length % 64, "trainer.loss.dual_clip=0"],
+        ["model.head_dtype=float32", "model.dtype=bfloat16"],
+        ["model.head_dtype=float32", "rollout.dtype=bfloat16"],
+        ["model.head_dtype=float32", "model.dtype=bfloat16", "rollout.dtype=float32"],
         *([f"rollout.context={{compact: {c}, response_format: memory_compact}}"] for c in ("true", "false")),
     ):
         load_config(config_file, overrides)
     assert "length_window=65 exceeds rollout.max_new_tokens=64" in error(config_file, length % 65)
     words = error(config_file, "browser.marks=true", "trainer.warm_start.demonstrations=5")
     assert "set demonstrations to 0, or browser.marks=false" in words
+    alone = ["evaluation.only=true", "model.dtype=bfloat16", "rollout.dtype=float32", "model.head_dtype=float32"]
+    assert "model.head_dtype=float32 has no effect" in refusal(check_combinations, parse_config(config_file, alone))
 
 
 def test_the_image_buffer_holds_the_largest_screenshot_of_a_prompt(config_file: Path) -> None:

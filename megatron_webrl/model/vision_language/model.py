@@ -27,6 +27,7 @@ from megatron_webrl.model.platform import Platform
 from megatron_webrl.model.process_groups import parallel_sizes_of, rank_coordinates_of
 from megatron_webrl.model.value_head import ValueHead
 from megatron_webrl.model.vision_language import vision
+from megatron_webrl.model.vision_language.output_layer import float32_logits
 from megatron_webrl.model.vision_language.packed_input import PackedInput, pad_to_multiple, segment_keys, token_range
 from megatron_webrl.model.vision_language.rope import InterleavedRotaryEmbedding, make_rotation
 from megatron_webrl.model.vision_language.text_config import MultimodalPackedSeqParams, TextConfig
@@ -69,6 +70,7 @@ class VisionLanguageModel(GPTModel):
         self.num_deepstack_layers = len(getattr(hf_config.vision_config, "deepstack_visual_indexes", ()))
         self.rotary_pos_emb = InterleavedRotaryEmbedding(rotary_dim(text), text.rope_parameters["rope_theta"])
         self.mrope_section = text.rope_parameters["mrope_section"]
+        self.float32_head = options.float32_head
         self._received: Tensor | None = None
         self.value_head: ValueHead | None = None
         if self.pre_process:
@@ -98,7 +100,7 @@ class VisionLanguageModel(GPTModel):
         self._received = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
     def forward(self, packed: PackedInput) -> Tensor | tuple[Tensor, Tensor]:
-        """Logits [R, padded vocabulary / tensor-parallel size] at `packed.scored_positions`.
+        """Logits [R, padded vocabulary / tensor-parallel size] at `packed.scored_positions`, of the head's dtype.
 
         With a value head also values, float32 [values], at `packed.value_rows` of these.
         An earlier chunk returns the input of the next: activations [T, 1, hidden], then the DeepStack features
@@ -138,7 +140,10 @@ class VisionLanguageModel(GPTModel):
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=group)
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         scored = hidden.index_select(0, packed.scored_positions - mine.start)
-        logits = self.output_layer(scored, weight=weight)[0].squeeze(1)
+        if self.float32_head:
+            logits = float32_logits(self.output_layer, scored.squeeze(1), weight)
+        else:
+            logits = self.output_layer(scored, weight=weight)[0].squeeze(1)
         if self.value_head is None:
             return logits
         assert packed.value_rows is not None, "a value head needs PackedInput.value_rows"

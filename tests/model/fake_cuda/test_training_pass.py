@@ -47,7 +47,7 @@ HOST_SYNCS = {
     "dense train": METRICS,
     "moe score": {},
     "moe train": METRICS,
-    **{f"dense {name}": METRICS for name in ("gspo", "cispo", "dppo", "teacher", "critic")},
+    **{f"dense {name}": METRICS for name in ("gspo", "cispo", "dppo", "teacher", "critic", "float32 head")},
     "dense critic score": {},
     # Once an update, before its first step, for all micro-batches.
     "dense critic credit": {"megatron_webrl/trainer/credit/step_critic.py:gather_values device to host": 1},
@@ -90,6 +90,8 @@ def main(folder: str) -> None:
                 runs = {"critic score": _score_steps, "critic credit": _read_values}
                 runs["critic"] = partial(_train, loss=ENTROPY, distillation=TEACHER, critic=CRITIC)
                 found |= _syncs(host, runs, learner, microbatches)
+                learner = _learner(Path(folder) / name, platform, float32_head=True)
+                found |= _syncs(host, {"float32 head": _train}, learner, microbatches)
     sys.stdout.write(json.dumps(found))
 
 
@@ -114,7 +116,7 @@ def join_groups() -> None:
     process_groups.init_process_groups(ParallelSizes())
 
 
-def _learner(folder: Path, platform: Any, value_head: ValueHeadKind = "none") -> Any:
+def _learner(folder: Path, platform: Any, value_head: ValueHeadKind = "none", float32_head: bool = False) -> Any:
     from megatron_webrl.config.trainer import OptimizerConfig
     from megatron_webrl.model.build import build_model
     from megatron_webrl.model.vision_language import experts
@@ -123,7 +125,7 @@ def _learner(folder: Path, platform: Any, value_head: ValueHeadKind = "none") ->
 
     # A parameter of a buffer keeps a fake storage of its own, which holds no other expert.
     experts._stacked = lambda weights: torch.stack(list(weights))
-    options = ComputeOptions(recompute="full", value_head=value_head)
+    options = ComputeOptions(recompute="full", value_head=value_head, float32_head=float32_head)
     chunks = build_model(folder, dtype="bfloat16", platform=platform, options=options)
     wrapped = wrap_ddp(chunks)
     optimizer = make_optimizer(wrapped, OptimizerConfig(implementation="torch"), 10, torch.bfloat16)
