@@ -24,9 +24,9 @@ SETTINGS = {
 }
 """The setting that governs an argument of vLLM."""
 FIXED = frozenset({
-    "logprobs_mode", "weight_transfer_config", "worker_extension_cls", "scheduler_cls", "mm_encoder_tp_mode",
-    "distributed_executor_backend", "node_rank", "master_addr", "master_port", "disable_log_stats",
-    "enable_log_requests", "hf_token"
+    "hf_overrides", "logprobs_mode", "weight_transfer_config", "worker_extension_cls", "scheduler_cls",
+    "mm_encoder_tp_mode", "distributed_executor_backend", "node_rank", "master_addr", "master_port",
+    "disable_log_stats", "enable_log_requests", "hf_token"
 })  # fmt: skip
 """Arguments of vLLM that the project sets itself, or gives no effect."""
 FIXED_IN_TRAINING = frozenset({"load_format", "quantization", "quantization_config"})

@@ -108,6 +108,7 @@ def engine_arguments(config: Config, worker: int, number: int = 1, span: NodeSpa
     return AsyncEngineArgs(
         model=config.model.path,
         dtype=config.engine_dtype,
+        hf_overrides={"head_dtype": config.model.head_dtype},
         # The first update brings all of them.
         load_format=NO_WEIGHTS if not config.evaluation.only else options.pop("load_format", "auto"),
         seed=(config.run.seed + worker + _SEED_STRIDE * (number - 1)) % 2**32,
