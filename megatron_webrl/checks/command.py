@@ -29,6 +29,7 @@ MODEL_CHOICES = {
     "layers": ("trainer.layers", ("local", "transformer_engine"), "library of Megatron's linear layers and norms"),
     "attention": ("trainer.attention", ("auto", "sdpa", "varlen", "flash"), "Megatron's attention"),
     "dtype": ("model.dtype", ("float32", "bfloat16"), "type of weights and activations"),
+    "head-dtype": ("model.head_dtype", ("model", "float32"), "type of Megatron's and vLLM's logits"),
     "platform": ("model.platform", ("auto", "cpu", "cuda"), "device to compute on"),
 }
 """Options of `check model`, with the setting that each one makes."""

@@ -29,7 +29,7 @@ from rich.console import Console
 from megatron_webrl.checks.model_scores import Scores, ScoringJob
 from megatron_webrl.checks.processes import run_processes
 from megatron_webrl.checks.report import CheckResult, at_most, failed, measured, skipped
-from megatron_webrl.config.schema import Config
+from megatron_webrl.config.schema import Config, check_head_dtype
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.launch.validation import check_packages
 from megatron_webrl.model.hf_config import read_model_config
@@ -162,6 +162,7 @@ def _validate(request: ModelCheckRequest) -> tuple[Processor, int]:
     """The processor, and the limit of prompt and response in tokens. Raises ConfigError."""
     config, trainer, path = request.config, request.config.trainer, request.config.model.path
     description = read_model_config(path)
+    check_head_dtype(config)
     # vLLM scores a prompt only if there is room for one more token.
     longest = min(request.max_model_len, int(description["text_config"]["max_position_embeddings"]) - 1)
     config.rollout.max_model_len = longest

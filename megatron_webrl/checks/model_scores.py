@@ -239,6 +239,7 @@ def score_vllm(job: ScoringJob) -> Iterator[Scores]:
     llm = LLM(
         model=config.model.path,
         dtype=config.model.dtype,
+        hf_overrides={"head_dtype": config.model.head_dtype},
         tensor_parallel_size=config.rollout.tensor_parallel,
         max_model_len=job.longest + 1,  # a request generates a token
         limit_mm_per_prompt=images,

@@ -120,6 +120,7 @@ def test_bad_options_are_refused(tiny_model: Path, capsys: pytest.CaptureFixture
         (["--vpp", "2"], "needs trainer.pipeline_parallel of at least 2"),
         (["--layers", "transformer_engine"], "needs the package transformer_engine"),
         (["--pp", "0"], "--pp=0"),
+        (["--head-dtype", "float32"], "model.head_dtype=float32 has no effect"),
         (["--max-model-len", "20"], "--max-model-len"),
         (["--tolerance", "-1"], "--tolerance=-1.0"),
         (["--timeout-seconds", "0"], "--timeout-seconds=0"),
