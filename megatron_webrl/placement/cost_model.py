@@ -18,6 +18,7 @@ GATHER_BYTES_PER_SECOND = 1.5e9  # of trainer.checkpoint.optimizer_shards=whole,
 SYNC_SECONDS = 0.1  # of a weight sync besides its transfer: pauses of engines, messages
 STEP_SECONDS = 0.5e-3  # of an engine step besides weights and cache: scheduling, sampling, graph launch; assumed
 LOGIT_PASSES = 12  # float32 values read or written for a logit in both passes (model/logprobs.py)
+FLOAT32_HEAD_BYTES = 14  # more of a logit: written and read twice, its gradient written and rounded
 COMPUTE = ("products", "experts", "attention", "delta rule", "vision", "output layer", "other kernels")
 PARTS = (
     *COMPUTE, "tensor parallel", "context parallel", "expert parallel", "image features", "pipeline", "pipeline bubble",
@@ -185,7 +186,8 @@ class StageCosts:
         passes = 1.0 + (BACKWARD_PRODUCTS if training else 0.0)
         logits = shape.scored * model.counts.vocab_size / self.split
         compute["output layer"] += passes * model.output(shape) / self.split / self.rates.products
-        compute["output layer"] += passes / 3 * LOGIT_PASSES * 4 * logits / self.rates.memory
+        moved = LOGIT_PASSES * 4 + (FLOAT32_HEAD_BYTES if self.config.model.float32_head else 0)
+        compute["output layer"] += passes / 3 * moved * logits / self.rates.memory
         if trainer.tensor_parallel > 1:
             tokens = shape.tokens / trainer.context_parallel
             size = gathered_bytes(tokens * model.text.hidden_size * self.size, trainer.tensor_parallel)

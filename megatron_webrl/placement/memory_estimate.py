@@ -431,11 +431,12 @@ class _TrainerEstimate:
         return patches * kept + sequences * features
 
     def _logits(self) -> int:
-        """Logits of the scored positions, and their gradient."""
+        """Logits of the scored positions, and their gradient; of a float32 head also that rounded for its products."""
         rollout, tensor = self.config.rollout, self.trainer.tensor_parallel
         sequence_tokens = self.tokens * (SEQUENCE_TOKENS_RATIO if self.shares_prefixes else 1)
         scored = sequence_tokens * rollout.max_new_tokens // rollout.max_model_len
-        return 2 * self.size * scored * -(-self.counts.vocab_size // tensor) + LOGIT_CHUNK_BYTES
+        each = 4 + 4 + self.size if self.config.model.float32_head else 2 * self.size
+        return each * scored * -(-self.counts.vocab_size // tensor) + LOGIT_CHUNK_BYTES
 
 
 def vision_activation_widths(vision: Mapping[str, Any]) -> tuple[int, int]:

@@ -171,6 +171,15 @@ def test_common_prefixes_take_copies_of_keys_and_values_and_logits_of_more_token
         assert shared.images == merged.images
 
 
+def test_a_float32_head_takes_ten_bytes_of_a_logit_instead_of_four_where_the_weights_are_bfloat16() -> None:
+    heads = ("model.head_dtype=model", "model.head_dtype=float32")
+    rounded, exact = (made("8B", head)[1].trainer[0] for head in heads)
+    assert exact.logits - LOGIT_CHUNK_BYTES == (rounded.logits - LOGIT_CHUNK_BYTES) * 10 // 4
+    assert exact.total - rounded.total == exact.logits - rounded.logits
+    single = made("8B", "model.dtype=float32", "rollout.dtype=bfloat16", heads[1])[1].trainer[0]
+    assert single.logits - LOGIT_CHUNK_BYTES == (rounded.logits - LOGIT_CHUNK_BYTES) * 2
+
+
 def test_the_first_stage_holds_the_rows_of_all_stages_and_the_last_one() -> None:
     _, found = made("8B", "cluster.nodes=4", "trainer.pipeline_parallel=4", "trainer.recompute=full")
     row = 9 * 2 * 4096 * 16384  # inputs of nine layers

@@ -78,6 +78,10 @@ def test_the_parts_of_a_small_pass_are_those_by_hand() -> None:
     assert found.compute["attention"] == pytest.approx(3.5 * 2 * 2 * 2 * 9 * 8 / 1e6)
     logits = 4 * 10
     assert found.compute["output layer"] == pytest.approx((3 * 2 * logits * 8 + 12 * 4 * logits) / 1e6)
+    head = made("cluster.gpus_per_node=2", "cluster.engine_gpus_per_node=1", "model.head_dtype=float32")
+    exact = StageCosts(head, ModelShape.from_description(TINY), PLAIN, shape, 0).seconds(training=True)
+    # Of 4 bytes instead of 2: written, read twice, its gradient written; and read and written to be rounded.
+    assert exact.total - found.total == pytest.approx((4 * 2 + 4 + 2) * logits / 1e6)
     # Values of the hidden size, of queries and keys, and of the MLP, in two layers, 2 bytes each; and 10 bytes for each
     # weight of embedding and vision tower, whose gradients are added to buffers.
     passes = ((14 * 8 + (2 + 5) * (8 + 4) + 2 * 4 + 3 * 16), (28 * 8 + (4 + 5) * (8 + 4) + 5 * 16))
