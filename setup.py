@@ -31,6 +31,7 @@ setup(
             "monitor/static/*",
             "browser/page/*.js",
             "browser/egress/*.pem",
+            "tasks/*.html",
             "tasks/*.js",
             "tasks/sites/*.js",
             "tasks/sites/templates/*",

@@ -137,6 +137,7 @@ class Action:
     end_coordinate: tuple[int, int] | None = None  # end of a drag
     end_element_id: int | None = None  # end of a drag, by element
     tab: int | None = None  # from 1
+    note: str | None = None  # what a scripted policy writes into Memory with it; no part of the call
 
 
 @dataclass(frozen=True)

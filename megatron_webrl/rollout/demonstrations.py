@@ -88,7 +88,10 @@ class ScriptedGenerator:
             raise GenerationError(str(error)) from error
         memory = "{}"
         if self._settings.context.response_format == "memory_compact":
-            self._slots = extend_memory(self._slots, action, self._memory_random)
+            if action.note is None:
+                self._slots = extend_memory(self._slots, action, self._memory_random)
+            elif action.note not in self._slots:
+                self._slots = [*self._slots, action.note]
             memory = memory_text(self._slots)
         closing = f"{THOUGHT_CLOSE}\n\n" if self._processor.thought_prefix else ""
         text = closing + format_response(action, self._settings.context, self._toolset, memory)

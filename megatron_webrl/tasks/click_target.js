@@ -42,7 +42,7 @@
   });
   if (!coordinate) return {problem: 'no visible point of the element can be clicked'};
   const found = {kind: target.kind || (target.text === undefined ? 'left_click' : 'type'), coordinate,
-                 text: target.text, direction: target.direction};
+                 text: target.text, direction: target.direction, note: target.note};
   if (!target.by) return found;
   const [x, y] = pixel(coordinate), slack = target.slack || 1, endX = x + target.by[0], endY = y + target.by[1];
   const around = {left: endX - slack, right: endX + slack, top: endY - slack, bottom: endY + slack};

@@ -43,7 +43,8 @@ async def resolve_target(page: Page, target: str, argument: Any = None) -> Actio
 
     `target` is a JavaScript expression over the page and `argument`: {element} or {element, at: [x, y] in pixels} to
     click, {element, text} to type, {element, kind} with the text or direction of that kind, {element, by: [x, y] in
-    pixels} to drag, or {key}. A failure, such as during an animation, is retried for RETRY_SECONDS.
+    pixels} to drag, or {key}; with each of them a {note} for Memory. A failure, such as during an animation, is retried
+    for RETRY_SECONDS.
     """
     script = _FIND.replace("TARGET", f"({target})")
     arguments = {"range": COORDINATE_RANGE, "step": COORDINATE_STEP, "argument": argument}
@@ -60,6 +61,7 @@ async def resolve_target(page: Page, target: str, argument: Any = None) -> Actio
         text=result.get("text"),
         direction=result.get("direction"),
         end_coordinate=_to_int(result.get("end")),
+        note=result.get("note"),
     )
 
 

@@ -1,4 +1,4 @@
-"""MiniWoB++ environments as tasks."""
+"""MiniWoB++ environments, and pages of ours in their form, as tasks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.tasks import TasksConfig
-from megatron_webrl.tasks import scripted_policies
+from megatron_webrl.tasks import remember_sign, scripted_policies
 from megatron_webrl.tasks.latency import EpisodeDelays, ResponseDelays
 from megatron_webrl.tasks.server import FolderServer
 from megatron_webrl.tasks.source import LocalTaskSource, check_environments
@@ -50,14 +50,17 @@ def pages_folder() -> Path:
 
 
 def all_environments(folder: Path | None = None) -> list[str]:
-    """Sorted names of all supported environments of the installed package; its flight pages are flight.<page>."""
+    """Sorted names of all environments: the package's, with flight pages as flight.<page>, and remember_sign's."""
     pages = folder or pages_folder()
     names = [file.stem for file in (pages / "miniwob").glob("*.html")]
     names += [f"flight.{file.parent.name}" for file in (pages / "flight").glob("*/wrapper.html")]
-    return sorted(set(names) - set(UNSUPPORTED_ENVIRONMENTS))
+    return sorted({*names, *remember_sign.ENVIRONMENTS} - set(UNSUPPORTED_ENVIRONMENTS))
 
 
 def page_path(environment: str) -> str:
+    """Path and query of the page of an environment."""
+    if environment in remember_sign.ENVIRONMENTS:
+        return remember_sign.page_address(environment)
     kind, _, name = environment.partition(".")
     return f"/flight/{name}/wrapper.html" if kind == "flight" else f"/miniwob/{environment}.html"
 
@@ -88,7 +91,8 @@ class MiniWobTaskSource(LocalTaskSource):
             reason = UNSUPPORTED_ENVIRONMENTS[name]
             raise ConfigError(f"tasks.environments: {name} cannot be used: {reason}; leave it out")
         check_environments("MiniWoB++ has", environments, all_environments(folder))
-        super().__init__(tasks, environments, [DIFFICULTY] * len(environments), FolderServer(folder))
+        server = FolderServer(folder, {remember_sign.PATH: remember_sign.PAGE})
+        super().__init__(tasks, environments, [DIFFICULTY] * len(environments), server)
         self._delays = EpisodeDelays(tasks.latency)
         self._open: weakref.WeakKeyDictionary[BrowserContext, ResponseDelays] = weakref.WeakKeyDictionary()
 

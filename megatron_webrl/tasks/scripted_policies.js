@@ -67,6 +67,10 @@
     const moved = x * (place.x - start.x) + y * (place.y - start.y) > 0;
     return moved ? submit() : {element: shape, by: [25 * x, 25 * y], slack: 2};
   };
+  const remember = (sign) => {
+    const note = episode.note ||= sign;
+    return {element: all('#area button').find((button) => button.dataset.sign === note) || $('.next'), note};
+  };
   const movies = () => {
     const [genre, name, year] = all('#query b').map(say);
     const wanted = (row) => /genre/i.test(row) ? genre : /director/i.test(row) ? name : year;
@@ -389,6 +393,7 @@
       const sorted = [...values].sort((a, b) => a - b), to = values.findIndex((value, i) => value !== sorted[i]);
       return to < 0 ? submit() : move(items[values.indexOf(sorted[to], to)], items[to]);
     },
+    "remember-sign": () => remember(episode.sign),
     "highlight-text": () => {
       const text = $('#randomText'), plain = (string) => string.replace(/\s/g, '');
       if (plain(getSelection().toString()) === plain(text.textContent)) return submit();
@@ -401,10 +406,11 @@
   };
 
   // What ends an episode at once where that is not the Submit button: the second button without the first, a square
-  // without a look at the game; behind an open calendar there is nothing to submit.
+  // without a look at the game, a note without a look at the sign; behind an open calendar there is nothing to submit.
   const ofOpenCalendar = () => shown('#ui-datepicker-div') ? {} : submit();
   const endings = {
     "click-button-sequence": () => ({element: $('#subbtn2')}),
+    "remember-sign": () => remember(episode.guess),
     "tic-tac-toe": () => ({element: any(squares().filter((square) => !square.className))}),
     "choose-date": ofOpenCalendar,
     "choose-date-easy": ofOpenCalendar,

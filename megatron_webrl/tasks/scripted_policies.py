@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_webrl.tasks import remember_sign
 from megatron_webrl.tasks.click_target import ScriptedPolicyError, resolve_target
 from megatron_webrl.types import Action, ActionKind
 
@@ -31,7 +32,7 @@ _FURTHER_ACTIONS: dict[str, tuple[ActionKind, ...]] = {
 
 
 def supported_environments() -> tuple[str, ...]:
-    return _NAMES
+    return (*(name for name in _NAMES if name != remember_sign.SCRIPT), *remember_sign.ENVIRONMENTS)
 
 
 def required_actions(environment: str) -> tuple[ActionKind, ...]:
@@ -41,11 +42,13 @@ def required_actions(environment: str) -> tuple[ActionKind, ...]:
 async def next_scripted_action(page: Page, environment: str, premature_submit: bool = False) -> Action:
     """The next action that solves the environment; `premature_submit`: what ends the episode, if the page has that.
 
-    A premature step of tic-tac-toe takes any free square. Raises ScriptedPolicyError, and KeyError without a script.
+    A premature step of tic-tac-toe takes any free square, one of remember-sign-* notes any sign. Raises
+    ScriptedPolicyError, and KeyError without a script.
     """
-    if environment not in _NAMES:
+    if environment not in supported_environments():
         raise KeyError(environment)
-    target = f"premature('{environment}')" if premature_submit else f"policies['{environment}']()"
+    name = remember_sign.SCRIPT if environment in remember_sign.ENVIRONMENTS else environment
+    target = f"premature('{name}')" if premature_submit else f"policies['{name}']()"
     try:
         return await resolve_target_with_helpers(page, target)
     except ScriptedPolicyError as error:

@@ -17,6 +17,7 @@ from functools import partial
 from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -83,11 +84,12 @@ class LocalServer:
 
 
 class FolderServer(LocalServer):
-    """Serves the files of `folder`, text as UTF-8. The set of files is fixed at the start."""
+    """Serves the files of `folder` and `others` by path, text as UTF-8. The set of files is fixed at the start."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, others: Mapping[str, Path] = MappingProxyType({})) -> None:
         # Only files listed here are served, so no path leads out of the folder.
         self._files = {"/" + file.relative_to(folder).as_posix(): file for file in folder.rglob("*") if file.is_file()}
+        self._files.update(others)
         super().__init__(self._respond, "folder-server")
 
     def _respond(self, request: PageRequest) -> PageResponse:

@@ -129,10 +129,10 @@ def test_every_page_of_the_package_is_supported_or_refused() -> None:
     names = set(all_environments())
     assert set(re.findall(r'id="miniwob/([\w.-]+)-v1"', registered)) <= names
     assert {page.stem for page in (pages_folder() / "miniwob").glob("*.html")} <= names | set(UNSUPPORTED_ENVIRONMENTS)
-    assert (len(names), len(supported_environments())) == (133, 103)
+    assert (len(names), len(supported_environments())) == (149, 119)
     for environments, message in (
         (["click-test", "hover-shape"], "hover-shape cannot be used: its page never gives a reward"),
-        (["click-test", "click-buton"], r"no 'click-buton' among its 133 environments; near: .*click-button"),
+        (["click-test", "click-buton"], r"no 'click-buton' among its 149 environments; near: .*click-button"),
         ([], "environments is empty"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -301,6 +301,32 @@ async def test_scripted_policies_earn_the_full_reward(pool: BrowserPool) -> None
 async def test_every_scripted_policy_earns_the_full_reward_by_coarse_coordinates(seed: int) -> None:
     async with pool_of(160, 210) as pool:
         await check_policies(pool, supported_environments(), seed, is_small=True)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("premature", [False, True])
+async def test_a_sign_is_shown_once_and_only_its_button_earns_the_reward(pool: BrowserPool, premature: bool) -> None:
+    """Of a sign that is never shown, and of the same page with it; a premature note is as often right as a guess."""
+    rewards = Counter[float]()
+    async with pool.session() as shown, pool.session() as hidden:
+        for seed in range(16 if premature else 3):
+            pages: dict[str, list[bytes]] = {}
+            for session, name in ((shown, "remember-sign-4-1"), (hidden, "remember-sign-4-1-hidden")):
+                seen = await session.reset(task_of(name, seed))
+                pages[name] = [seen.screenshot]
+                while not seen.done:
+                    action = await next_scripted_action(session.page, name, premature)
+                    sign, note = await session.page.evaluate("[episode.sign, episode.note]")
+                    assert action.note == note
+                    assert premature or note == sign
+                    seen = await session.step(action)
+                    pages[name].append(seen.screenshot)
+                assert (seen.reward, len(pages[name])) == (1.0 if note == sign else -1.0, 4)
+            rewards[seen.reward] += 1
+            with_sign, without = pages.values()
+            assert with_sign[0] != without[0]
+            assert with_sign[1:3] == without[1:3]
+    assert rewards[1.0] in (range(1, 10) if premature else [3])
 
 
 @pytest.mark.asyncio(loop_scope="module")

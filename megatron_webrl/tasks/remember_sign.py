@@ -1,0 +1,23 @@
+"""Environments remember-sign-K-N: one of K signs on the first page, N pages without it, then a button for each sign.
+
+Where a prompt has one screenshot, only what the policy noted can solve the last page. remember-sign-K-N-hidden never
+shows the sign: its success is 1/K, whatever is learned.
+"""
+
+from __future__ import annotations
+
+import re
+from itertools import product
+from pathlib import Path
+
+SCRIPT = "remember-sign"  # name of its scripted policy
+PAGE = Path(__file__).with_suffix(".html")
+PATH = f"/miniwob/{SCRIPT}.html"
+HIDDEN = "-hidden"
+ENVIRONMENTS = tuple(f"{SCRIPT}-{k}-{n}{end}" for k, n, end in product((4, 8), (0, 1, 2, 4), ("", HIDDEN)))
+
+
+def page_address(environment: str) -> str:
+    """Path and query of the page of an environment."""
+    signs, pages = re.findall(r"\d+", environment)
+    return f"{PATH}?signs={signs}&pages={pages}{'&hidden' * environment.endswith(HIDDEN)}"

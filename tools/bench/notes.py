@@ -1,0 +1,165 @@
+"""What a policy of remember-sign-* notes and presses: read from the screenshots and responses of a run's episodes.
+
+    python -m tools.bench.notes runs/quickstart --json notes.json
+
+RUN has stored its episodes (`tracking.episodes_gib`). By environment and policy version: the success, how often the
+first response notes the sign that it sees, and how often the last one presses the button that it notes. With
+95 % intervals (Wilson, over episodes).
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageDraw
+from rich.console import Console
+from rich.table import Table
+
+from megatron_webrl.config.load import parse_config
+from megatron_webrl.model.processor import Processor
+from megatron_webrl.ring.record import decode_trajectory, read_record_file
+from megatron_webrl.ring.segment import RecordError
+from megatron_webrl.tasks.remember_sign import SCRIPT
+from megatron_webrl.track.episodes import FOLDER, INDEX_FILE, TRAINING, record_files
+from megatron_webrl.track.evaluations import wilson_interval
+from megatron_webrl.types import COORDINATE_RANGE, Trajectory
+from megatron_webrl.util import history
+from tools.arguments import bounded_number, make_bench_parser, write_json
+
+COLOURS = {"red": (208, 32, 32), "blue": (32, 64, 208), "yellow": (232, 184, 0), "black": (32, 32, 32)}
+MARK = (255, 0, 255)
+FIRST_ROW = 50  # below the instruction
+REACH = 24  # pixels from a click to the drawing on its button
+NOTE = re.compile(r"Memory: (\w+ \w+);")
+
+
+def sign_near(image: bytes, x: float, y: float, reach: float) -> str | None:
+    """The sign, such as "red circle", nearest to a point of a screenshot, all in pixels; None without one in reach."""
+    picture = Image.open(io.BytesIO(image)).convert("RGB")
+    pixels = np.asarray(picture).astype(int)
+    nearest: tuple[float, str, tuple[int, int]] | None = None
+    for name, colour in COLOURS.items():
+        rows, columns = np.nonzero(np.abs(pixels - colour).sum(-1) < 20)
+        for row, column in zip(rows.tolist(), columns.tolist(), strict=True):
+            distance = ((column - x) ** 2 + (row - y) ** 2) ** 0.5
+            if row >= FIRST_ROW and distance <= reach and (nearest is None or distance < nearest[0]):
+                whole = pixels[row - 8 : row + 9, column - 8 : column + 9]  # text is thinner than a sign
+                if (np.abs(whole - colour).sum(-1) < 20).mean() > 0.25:
+                    nearest = distance, name, (column, row)
+    if nearest is None:
+        return None
+    _, name, place = nearest
+    ImageDraw.floodfill(picture, place, MARK, thresh=60)
+    rows, columns = np.nonzero((np.asarray(picture) == MARK).all(-1))
+    box = (rows.max() - rows.min() + 1) * (columns.max() - columns.min() + 1)
+    return f"{name} {'square' if len(rows) > 0.9 * box else 'circle'}"  # a circle fills 0.79 of its box
+
+
+@dataclass(frozen=True)
+class NotedEpisode:
+    """What an episode of remember-sign-* showed, noted and pressed; None where there is no sign."""
+
+    environment: str
+    kind: str  # TRAINING, or the name of an evaluation
+    version: int  # policy
+    success: bool
+    sign: str | None
+    first_note: str | None
+    last_note: str | None
+    pressed: str | None
+
+
+def read_episode(trajectory: Trajectory, kind: str, processor: Processor) -> NotedEpisode:
+    """Read one episode; `processor` is that of its tokens."""
+    first, last = trajectory.steps[0], trajectory.steps[-1]
+    notes = [NOTE.match(str(processor.tokenizer.decode(step.response_token_ids))) for step in (first, last)]
+    first_note, last_note = (note and note[1] for note in notes)
+    pressed = None
+    if last.action is not None and last.action.coordinate is not None:
+        image = trajectory.images[last.images[-1]]
+        width, height = Image.open(io.BytesIO(image)).size
+        x, y = (value / COORDINATE_RANGE for value in last.action.coordinate)
+        pressed = sign_near(image, x * width, y * height, REACH)
+    return NotedEpisode(
+        environment=trajectory.task.environment, kind=kind, version=trajectory.oldest_version,
+        success=trajectory.outcome == "success",
+        sign=sign_near(trajectory.images[first.images[-1]], 0, FIRST_ROW, COORDINATE_RANGE),
+        first_note=first_note, last_note=last_note, pressed=pressed,
+    )  # fmt: skip
+
+
+def read_episodes(run: Path, processor: Processor) -> Iterator[NotedEpisode]:
+    """The stored episodes of remember-sign-* of a run. Raises RecordError, OSError, ValueError for a broken index."""
+    for folder in sorted(path for path in (run / FOLDER).iterdir() if path.is_dir()):
+        kinds = {(line["file"], line["position"]): line["kind"] for line in history.read(folder / INDEX_FILE)}
+        for path in record_files(folder):
+            own = sorted((position, kind) for (name, position), kind in kinds.items() if name == path.name)
+            for record, (_, kind) in zip(read_record_file(path), own, strict=True):
+                trajectory = decode_trajectory(record)
+                if trajectory.task.environment.startswith(SCRIPT) and trajectory.steps:
+                    yield read_episode(trajectory, kind, processor)
+
+
+def share(values: Sequence[bool]) -> dict[str, Any]:
+    """A share with its interval and the number of episodes."""
+    mean = sum(values) / len(values) if values else None
+    return {"share": mean, "interval": None if mean is None else wilson_interval(mean, len(values)), "of": len(values)}
+
+
+def figures_of(episodes: Sequence[NotedEpisode]) -> dict[str, Any]:
+    """Success, P(note = sign) where a sign is shown, P(press = note) where a sign's button was pressed at the end."""
+    pressed = [each for each in episodes if each.pressed]
+    return {
+        "success": share([each.success for each in episodes]),
+        "note_is_sign": share([each.first_note == each.sign for each in episodes if each.sign]),
+        "press_is_note": share([each.last_note == each.pressed for each in pressed]),
+    }
+
+
+def text_of(found: Mapping[str, Any]) -> str:
+    """`25 % (18-34)`."""
+    if found["share"] is None:
+        return "-"
+    low, high = (100 * value for value in found["interval"])
+    return f"{100 * found['share']:.0f} % ({low:.0f}-{high:.0f})"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line."""
+    parser = make_bench_parser(__doc__)
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders of runs, whose episodes are pooled")
+    parser.add_argument(
+        "--updates", type=bounded_number(int, 1), default=10, metavar="N",
+        help="updates of each row of training episodes (default: 10)",
+    )  # fmt: skip
+    options = parser.parse_args(arguments)
+    rows: dict[tuple[str, str, int], list[NotedEpisode]] = {}
+    try:
+        for run in options.runs:
+            processor = Processor.load(parse_config(run / "config.yaml").model.path)
+            for each in read_episodes(run, processor):
+                first = each.version // options.updates * options.updates if each.kind == TRAINING else 0
+                rows.setdefault((each.environment, each.kind, first), []).append(each)
+    except (OSError, ValueError, RecordError) as error:
+        sys.exit(f"notes: {error}")
+    if not rows:
+        sys.exit(f"notes: no stored episodes of {SCRIPT}-* in {', '.join(map(str, options.runs))}")
+    table, found = Table("environment", "episodes of", "episodes", "success", "note = sign", "press = note"), []
+    for (environment, kind, first), episodes in sorted(rows.items()):
+        figures = figures_of(episodes)
+        name = f"versions {first} to {first + options.updates - 1}" if kind == TRAINING else kind
+        found.append({"environment": environment, "episodes": name, **figures})
+        table.add_row(environment, name, str(len(episodes)), *map(text_of, figures.values()))
+    Console().print(table)
+    write_json(options.json, found)
+
+
+if __name__ == "__main__":
+    main()
