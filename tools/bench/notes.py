@@ -88,7 +88,7 @@ def read_episode(trajectory: Trajectory, kind: str, processor: Processor) -> Not
         x, y = (value / COORDINATE_RANGE for value in last.action.coordinate)
         pressed = sign_near(image, x * width, y * height, REACH)
     return NotedEpisode(
-        environment=trajectory.task.environment, kind=kind, version=trajectory.oldest_version,
+        environment=trajectory.task.environment, kind=kind, version=trajectory.oldest_version or 0,
         success=trajectory.outcome == "success",
         sign=sign_near(trajectory.images[first.images[-1]], 0, FIRST_ROW, COORDINATE_RANGE),
         first_note=first_note, last_note=last_note, pressed=pressed,
