@@ -69,6 +69,7 @@
   };
   const remember = (sign) => {
     const note = episode.note ||= sign;
+    if ($('#area input')) return {element: $('#area input'), text: `a ${episode.sign}`, note};
     return {element: all('#area button').find((button) => button.dataset.sign === note) || $('.next'), note};
   };
   const movies = () => {
