@@ -68,8 +68,8 @@
     return moved ? submit() : {element: shape, by: [25 * x, 25 * y], slack: 2};
   };
   const remember = (sign) => {
+    if ($('#area input')) return {element: $('#area input'), text: `a ${episode.sign}`, note: episode.sign};
     const note = episode.note ||= sign;
-    if ($('#area input')) return {element: $('#area input'), text: `a ${episode.sign}`, note};
     return {element: all('#area button').find((button) => button.dataset.sign === note) || $('.next'), note};
   };
   const movies = () => {
