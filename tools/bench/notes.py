@@ -3,8 +3,8 @@
     python -m tools.bench.notes runs/quickstart --json notes.json
 
 RUN has stored its episodes (`tracking.episodes_gib`). By environment and policy version: the success, how often the
-first response notes the sign that it sees, and how often the last one presses the button that it notes. With
-95 % intervals (Wilson, over episodes).
+first response notes the sign that it sees, and how often the last one presses the button of the note that its prompt
+carries, the one before its own. With 95 % intervals (Wilson, over episodes).
 """
 
 from __future__ import annotations
@@ -72,15 +72,15 @@ class NotedEpisode:
     success: bool
     sign: str | None
     first_note: str | None
-    last_note: str | None
+    carried_note: str | None
     pressed: str | None
 
 
 def read_episode(trajectory: Trajectory, kind: str, processor: Processor) -> NotedEpisode:
     """Read one episode; `processor` is that of its tokens."""
-    first, last = trajectory.steps[0], trajectory.steps[-1]
-    notes = [NOTE.match(str(processor.tokenizer.decode(step.response_token_ids))) for step in (first, last)]
-    first_note, last_note = (note and note[1] for note in notes)
+    first, carried, last = trajectory.steps[0], trajectory.steps[-2:][0], trajectory.steps[-1]
+    notes = [NOTE.match(str(processor.tokenizer.decode(step.response_token_ids))) for step in (first, carried)]
+    first_note, carried_note = (note and note[1] for note in notes)
     pressed = None
     if last.action is not None and last.action.coordinate is not None:
         image = trajectory.images[last.images[-1]]
@@ -91,7 +91,7 @@ def read_episode(trajectory: Trajectory, kind: str, processor: Processor) -> Not
         environment=trajectory.task.environment, kind=kind, version=trajectory.oldest_version or 0,
         success=trajectory.outcome == "success",
         sign=sign_near(trajectory.images[first.images[-1]], 0, FIRST_ROW, COORDINATE_RANGE),
-        first_note=first_note, last_note=last_note, pressed=pressed,
+        first_note=first_note, carried_note=carried_note, pressed=pressed,
     )  # fmt: skip
 
 
@@ -119,7 +119,7 @@ def figures_of(episodes: Sequence[NotedEpisode]) -> dict[str, Any]:
     return {
         "success": share([each.success for each in episodes]),
         "note_is_sign": share([each.first_note == each.sign for each in episodes if each.sign]),
-        "press_is_note": share([each.last_note == each.pressed for each in pressed]),
+        "press_is_note": share([each.carried_note == each.pressed for each in pressed]),
     }
 
 
