@@ -74,6 +74,12 @@ async def test_log_probabilities_are_those_of_transformers(engine: VLLMEngine, r
     colder = await respond(engine, prompt(engine, 2), images, (0.6, 1.0, 0))
     scaled = (logprobs(reference, engine.processor, colder, images) / 0.6).log_softmax(-1)
     np.testing.assert_allclose(colder.logprobs, of_response(scaled, colder), atol=TOLERANCE)
+
+
+async def test_the_likeliest_token_alone_is_greedy(engine: VLLMEngine, request: pytest.FixtureRequest) -> None:
+    if request.config.getoption("--v2"):
+        pytest.skip("Triton's interpreter does not run the kernel of top_k and top_p")
+    images = [picture(0), picture(1, 320, 120)]
     greedy, *likeliest = [
         (await respond(engine, prompt(engine, 2), images, sampling)).response_token_ids
         for sampling in ((0.0, 1.0, 0), (1.0, 1.0, 1), (1.0, 1e-6, 0))
