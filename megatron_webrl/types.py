@@ -271,9 +271,7 @@ class Verdict:
     prompts: str = ""  # digest of the protocol's prompt files
     reason: str = ""  # one line
     stages: tuple[JudgeStage, ...] = ()
-    credit: float = (
-        0.0  # at least 0 and below 1, reward of a failure: with judge.graded the share of requirements that it fulfils
-    )
+    credit: float = 0.0  # reward of a failure, below 1: with judge.graded the share of requirements that it fulfils
     calls: int = 0  # requests sent to judge models, failed ones included
     prompt_tokens: int = 0
     response_tokens: int = 0
@@ -321,6 +319,11 @@ class Trajectory:
     def trainable(self) -> bool:
         """Whether the episode counts in its group's statistics and in the loss."""
         return self.outcome in TRAINABLE_OUTCOMES and any(len(s.response_token_ids) for s in self.steps)
+
+    @property
+    def is_trainable_success(self) -> bool:
+        """Whether it is trainable and a success: a failure that is paid in part is none."""
+        return self.trainable and self.reward == 1
 
     @property
     def response_tokens(self) -> int:

@@ -89,7 +89,7 @@ def _per_step(advantage: float | np.ndarray, trajectory: Trajectory) -> list[flo
 
 def success_advantages(group: Group) -> dict[int, float]:
     """Advantage 1 for each trainable success, none for other trajectories (RAFT)."""
-    return {t.index: 1.0 for t in group.trajectories if t.trainable and t.reward == 1}
+    return {t.index: 1.0 for t in group.trajectories if t.is_trainable_success}
 
 
 def acting_samples(samples: Sequence[TrainingSample], groups: Sequence[Group]) -> list[TrainingSample]:

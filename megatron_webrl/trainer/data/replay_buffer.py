@@ -96,11 +96,13 @@ class ReplayBuffer:
         if not self.max_age:
             return
         if not self._imitates:
-            self._newest |= {t.task.id: version for group in groups for t in group.trajectories if _is_success(t)}
+            self._newest |= {
+                t.task.id: version for group in groups for t in group.trajectories if t.is_trainable_success
+            }
         if not self.exchange.topology.is_node_leader:
             return
         stored = self.exchange.trajectories_to_store(groups)
-        successes = [*filter(_is_success, stored)]
+        successes = [t for t in stored if t.is_trainable_success]
         if not self._imitates:  # one of each group
             successes = [*{t.ticket: t for t in successes}.values()]
         path = group_file_path(self.folder, version, self.exchange.topology.node)
@@ -150,11 +152,6 @@ class ReplayBuffer:
     def _files(self) -> list[tuple[int, Path]]:
         topology = self.exchange.topology
         return list_group_files(self.folder, topology.node, topology.node_count)
-
-
-def _is_success(trajectory: Trajectory) -> bool:
-    """Whether an episode is a verified success: a failure that is paid in part is none."""
-    return trajectory.trainable and trajectory.reward == 1
 
 
 def _completed(group: Group, successes: Mapping[str, Trajectory]) -> Group:
