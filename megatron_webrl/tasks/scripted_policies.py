@@ -17,6 +17,9 @@ _SCRIPT = Path(__file__).with_suffix(".js").read_text()
 _NAMES = tuple(
     re.findall(r'^    "([a-z0-9-]+)": ', _SCRIPT.partition("const policies")[2].partition("};\n\n")[0], re.M)
 )
+_SCRIPTS = {name: name for name in _NAMES if name != remember_sign.SCRIPT}
+_SCRIPTS |= dict.fromkeys(remember_sign.ENVIRONMENTS, remember_sign.SCRIPT)
+"""Name of the script of each environment."""
 
 _FURTHER_ACTIONS: dict[str, tuple[ActionKind, ...]] = {
     **dict.fromkeys([name for name in _NAMES if name.startswith("drag-")], ("drag",)),
@@ -32,7 +35,7 @@ _FURTHER_ACTIONS: dict[str, tuple[ActionKind, ...]] = {
 
 
 def supported_environments() -> tuple[str, ...]:
-    return (*(name for name in _NAMES if name != remember_sign.SCRIPT), *remember_sign.ENVIRONMENTS)
+    return tuple(_SCRIPTS)
 
 
 def required_actions(environment: str) -> tuple[ActionKind, ...]:
@@ -45,10 +48,8 @@ async def next_scripted_action(page: Page, environment: str, premature_submit: b
     A premature step of tic-tac-toe takes any free square, one of remember-sign-* notes any sign. Raises
     ScriptedPolicyError, and KeyError without a script.
     """
-    if environment not in supported_environments():
-        raise KeyError(environment)
-    name = remember_sign.SCRIPT if environment in remember_sign.ENVIRONMENTS else environment
-    target = f"premature('{name}')" if premature_submit else f"policies['{name}']()"
+    script = _SCRIPTS[environment]
+    target = f"premature('{script}')" if premature_submit else f"policies['{script}']()"
     try:
         return await resolve_target_with_helpers(page, target)
     except ScriptedPolicyError as error:
