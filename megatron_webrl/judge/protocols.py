@@ -154,9 +154,14 @@ async def judge_as_webjudge(episode: EpisodeView, asker: Asker) -> Finding:
     fields = [task, points, ("ACTIONS", episode.actions)]
     fields += [("ANSWER", episode.answer)] if episode.answer is not None else []
     fields += [("NOTES", "\n".join(notes))] if notes else []
-    outcome = await asker.require(
-        Question("outcome", "verdict", tuple(fields), tuple(shot for shot, _ in kept), WEBJUDGE_TOKENS)
-    )
+    return await _outcome(asker, fields, [shot for shot, _ in kept], WEBJUDGE_TOKENS)
+
+
+async def _outcome(
+    asker: Asker, fields: Sequence[tuple[str, str]], shots: Sequence[Screenshot], tokens: int
+) -> Finding:
+    """The verdict of one last question. Raises Undecided and BudgetSpent."""
+    outcome = await asker.require(Question("outcome", "verdict", tuple(fields), tuple(shots), tokens))
     return Finding("success" if outcome.yes else "failure", f"outcome: {outcome.text}")
 
 
@@ -168,16 +173,14 @@ async def judge_as_webvoyager(episode: EpisodeView, asker: Asker) -> Finding:
         return NO_ANSWER
     shots = episode.screenshots[-asker.max_screenshots :]
     fields = (("TASK", episode.task), ("ANSWER", episode.answer))
-    outcome = await asker.require(Question("outcome", "verdict", fields, shots, WEBVOYAGER_TOKENS))
-    return Finding("success" if outcome.yes else "failure", f"outcome: {outcome.text}")
+    return await _outcome(asker, fields, shots, WEBVOYAGER_TOKENS)
 
 
 async def judge_as_agenttrek(episode: EpisodeView, asker: Asker) -> Finding:
     if episode.answer is None:
         return NO_ANSWER
     fields = (("TASK", episode.task), ("TRAJECTORY", episode.trajectory))
-    outcome = await asker.require(Question("outcome", "verdict", fields, episode.screenshots[-1:], WEBJUDGE_TOKENS))
-    return Finding("success" if outcome.yes else "failure", f"outcome: {outcome.text}")
+    return await _outcome(asker, fields, episode.screenshots[-1:], WEBJUDGE_TOKENS)
 
 
 RUBRIC_STAGES = ("relevance", "blocked", "supported", "rubric", "reference")
