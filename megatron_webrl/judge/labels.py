@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.track.evaluations import wilson_interval
+from megatron_webrl.track.evaluations import share_of
 from megatron_webrl.types import TRAINABLE_OUTCOMES
 from megatron_webrl.util import history
 
@@ -169,9 +169,5 @@ def _scores(pairs: Sequence[tuple[str, str]]) -> dict[str, Any]:
     both = [label == verdict for label, verdict in pairs if {label, verdict} <= TRAINABLE_OUTCOMES]
     claimed = [label == SUCCESS for label, verdict in pairs if verdict == SUCCESS]
     true = [verdict == SUCCESS for label, verdict in pairs if label == SUCCESS]
-    found: dict[str, Any] = {"episodes": len(pairs)}
-    for figure, hits in zip(JUDGE_FIGURES, (both, claimed, true), strict=True):
-        share = sum(hits) / len(hits) if hits else None
-        interval = None if share is None else list(wilson_interval(share, len(hits)) or ())
-        found[figure] = {"share": share, "interval": interval, "of": len(hits)}
-    return found
+    figures = zip(JUDGE_FIGURES, map(share_of, (both, claimed, true)), strict=True)
+    return {"episodes": len(pairs), **dict(figures)}

@@ -202,6 +202,13 @@ def wilson_interval(fraction: float, trials: int) -> tuple[float, float] | None:
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
+def share_of(hits: Sequence[bool]) -> dict[str, Any]:
+    """The share of hits, None without any trial, with its `wilson_interval` and the number of trials."""
+    share = sum(hits) / len(hits) if hits else None
+    interval = None if share is None else list(wilson_interval(share, len(hits)) or ())
+    return {"share": share, "interval": interval, "of": len(hits)}
+
+
 def pass_at(k: int, samples: int, successes: int) -> float:
     """Probability that `k` of the `samples`, drawn without replacement, include a success: 1 - C(n - c, k) / C(n, k),
     as in Chen et al. (Evaluating Large Language Models Trained on Code, 2021, eq. 1). ValueError unless 1 <= k <= n.

@@ -28,7 +28,7 @@ from megatron_webrl.ring.record import decode_trajectory, read_record_file
 from megatron_webrl.ring.segment import RecordError
 from megatron_webrl.tasks.remember_sign import SCRIPT
 from megatron_webrl.track.episodes import FOLDER, INDEX_FILE, TRAINING, record_files
-from megatron_webrl.track.evaluations import wilson_interval
+from megatron_webrl.track.evaluations import share_of
 from megatron_webrl.types import COORDINATE_RANGE, Trajectory
 from megatron_webrl.util import history
 from tools.arguments import bounded_number, make_bench_parser, write_json
@@ -50,7 +50,9 @@ def sign_near(image: bytes, x: float, y: float, reach: float) -> str | None:
         for row, column in zip(rows.tolist(), columns.tolist(), strict=True):
             distance = ((column - x) ** 2 + (row - y) ** 2) ** 0.5
             if row >= FIRST_ROW and distance <= reach and (nearest is None or distance < nearest[0]):
-                whole = pixels[row - 8 : row + 9, column - 8 : column + 9]  # text is thinner than a sign
+                whole = pixels[
+                    max(0, row - 8) : row + 9, max(0, column - 8) : column + 9
+                ]  # text is thinner than a sign
                 if (np.abs(whole - colour).sum(-1) < 20).mean() > 0.25:
                     nearest = distance, name, (column, row)
     if nearest is None:
@@ -98,28 +100,23 @@ def read_episode(trajectory: Trajectory, kind: str, processor: Processor) -> Not
 def read_episodes(run: Path, processor: Processor) -> Iterator[NotedEpisode]:
     """The stored episodes of remember-sign-* of a run. Raises RecordError, OSError, ValueError for a broken index."""
     for folder in sorted(path for path in (run / FOLDER).iterdir() if path.is_dir()):
-        kinds = {(line["file"], line["position"]): line["kind"] for line in history.read(folder / INDEX_FILE)}
+        kinds: dict[str, list[str]] = {}  # of the episodes of each file, in their order
+        for line in history.read(folder / INDEX_FILE):
+            kinds.setdefault(line["file"], []).append(line["kind"])
         for path in record_files(folder):
-            own = sorted((position, kind) for (name, position), kind in kinds.items() if name == path.name)
-            for record, (_, kind) in zip(read_record_file(path), own, strict=True):
+            for record, kind in zip(read_record_file(path), kinds.get(path.name, ()), strict=True):
                 trajectory = decode_trajectory(record)
                 if trajectory.task.environment.startswith(SCRIPT) and trajectory.steps:
                     yield read_episode(trajectory, kind, processor)
-
-
-def share(values: Sequence[bool]) -> dict[str, Any]:
-    """A share with its interval and the number of episodes."""
-    mean = sum(values) / len(values) if values else None
-    return {"share": mean, "interval": None if mean is None else wilson_interval(mean, len(values)), "of": len(values)}
 
 
 def figures_of(episodes: Sequence[NotedEpisode]) -> dict[str, Any]:
     """Success, P(note = sign) where a sign is shown, P(press = note) where a sign's button was pressed at the end."""
     pressed = [each for each in episodes if each.pressed]
     return {
-        "success": share([each.success for each in episodes]),
-        "note_is_sign": share([each.first_note == each.sign for each in episodes if each.sign]),
-        "press_is_note": share([each.carried_note == each.pressed for each in pressed]),
+        "success": share_of([each.success for each in episodes]),
+        "note_is_sign": share_of([each.first_note == each.sign for each in episodes if each.sign]),
+        "press_is_note": share_of([each.carried_note == each.pressed for each in pressed]),
     }
 
 
