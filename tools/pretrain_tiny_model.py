@@ -1,6 +1,6 @@
 """Teach a tiny Qwen3-VL to answer as demonstrations do, so that a laptop has something to begin RL with.
 
-    python -m tools.pretrain_tiny_model MODEL DEMONSTRATIONS... OUT [--steps N] [--threads N]
+    python -m tools.pretrain_tiny_model MODEL DEMONSTRATIONS... OUT [--steps N] [--last-steps N] [--threads N]
 
 MODEL is a folder of make_tiny_model, DEMONSTRATIONS are files of `webrl demonstrate`; a file that is named twice counts
 twice. transformers trains on one machine, in float32. Beside the likelihood of the answers, two small heads, thrown
@@ -58,23 +58,22 @@ def image_patches(processor: Processor, cut: Patchifier, image: bytes) -> torch.
     return out
 
 
-def read_samples(path: Path, processor: Processor) -> list[DemonstrationSample]:
-    """All steps of a file of demonstrations. Raises RecordError, OSError."""
+def read_samples(path: Path, processor: Processor, last_steps: int = 1) -> list[DemonstrationSample]:
+    """All steps of a file of demonstrations, the last one of each `last_steps` times. Raises RecordError, OSError."""
     samples, cut = [], processor.patchifier
     for record in read_record_file(path):
         trajectory = decode_trajectory(record, copy=True)
         patches = [image_patches(processor, cut, image) for image in trajectory.images]
         for step in trajectory.steps:
             place = step.action.coordinate if step.action else None
-            samples.append(
-                DemonstrationSample(
-                    prompt=torch.from_numpy(step.prompt_token_ids.astype(np.int64)),
-                    response=torch.from_numpy(step.response_token_ids.astype(np.int64)),
-                    patches=torch.cat([patches[index] for index in step.images]),
-                    grids=torch.from_numpy(step.image_grids.astype(np.int64)),
-                    click=None if place is None else (place[0] / COORDINATE_RANGE, place[1] / COORDINATE_RANGE),
-                )
-            )  # fmt: skip
+            sample = DemonstrationSample(
+                prompt=torch.from_numpy(step.prompt_token_ids.astype(np.int64)),
+                response=torch.from_numpy(step.response_token_ids.astype(np.int64)),
+                patches=torch.cat([patches[index] for index in step.images]),
+                grids=torch.from_numpy(step.image_grids.astype(np.int64)),
+                click=None if place is None else (place[0] / COORDINATE_RANGE, place[1] / COORDINATE_RANGE),
+            )
+            samples += [sample] * (last_steps if step is trajectory.steps[-1] else 1)
     return samples
 
 
@@ -193,13 +192,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("demonstrations", type=Path, nargs="+")
     parser.add_argument("out", type=Path)
     parser.add_argument("--steps", type=int, default=3000, metavar="N", help=f"of {BATCH} samples each (default: 3000)")
+    parser.add_argument(
+        "--last-steps", type=int, default=1, metavar="N",
+        help="count the last step of an episode, often its hardest, N times (default: 1)",
+    )  # fmt: skip
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="of the processor (default: 2)")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     try:
         processor = Processor.load(str(options.model))
-        samples = [sample for path in options.demonstrations for sample in read_samples(path, processor)]
+        samples = [sample for path in options.demonstrations for sample in read_samples(path, processor, options.last_steps)]
         model = load_model(options.model)
     except (OSError, ValueError, RecordError) as error:
         sys.exit(f"pretrain_tiny_model: {error}")

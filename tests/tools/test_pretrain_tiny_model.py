@@ -22,8 +22,9 @@ PLACES = ((200, 300), (700, 800))
 WIDTH, HEIGHT = 96, 128
 
 
-def demonstrations(path: Path, processor: Processor) -> Path:
-    """Steps that click at a black square, which lies at one of two places."""
+def demonstrations(path: Path, processor: Processor, episodes: int = 2) -> Path:
+    """Steps that click at a black square, which lies at one of two places; an episode each, or one of both."""
+    steps, images = list[Step](), list[bytes]()
     with RecordFileWriter(path) as file:
         for number, (x, y) in enumerate(PLACES):
             image = Image.new("RGB", (WIDTH, HEIGHT), "white")
@@ -38,11 +39,21 @@ def demonstrations(path: Path, processor: Processor) -> Path:
             step = Step(
                 prompt_token_ids=processor.expand_image_tokens(asked, grids), response_token_ids=response,
                 logprobs=np.zeros(len(response), np.float32), versions=np.zeros(len(response), np.int32),
-                images=np.zeros(1, np.int32), image_grids=grids, finish_reason="stop",
+                images=np.array([number if episodes == 1 else 0], np.int32), image_grids=grids, finish_reason="stop",
                 action=Action("left_click", coordinate=(x, y)),
             )  # fmt: skip
-            file.write(encode_trajectory(replace(trajectory(number, 0), steps=(step,), images=(held.getvalue(),))))
+            steps, images = [*steps, step], [*images, held.getvalue()]
+            if len(steps) * episodes == len(PLACES):
+                file.write(encode_trajectory(replace(trajectory(number, 0), steps=tuple(steps), images=tuple(images))))
+                steps, images = [], []
     return path
+
+
+def test_the_last_step_of_an_episode_counts_as_often_as_asked(tiny_model: Path, tmp_path: Path):
+    processor = Processor.load(str(tiny_model))
+    path = demonstrations(tmp_path / "shown", processor, episodes=1)
+    samples = pretraining.read_samples(path, processor, last_steps=3)
+    assert [sample.click for sample in samples] == [(0.2, 0.3), *[(0.7, 0.8)] * 3]
 
 
 @pytest.mark.slow
