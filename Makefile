@@ -10,10 +10,12 @@ PYTHON ?= $(or $(wildcard $(BIN)/python),$(shell command -v python3.11 || comman
 ARCHITECTURE ?= qwen3_vl
 OTHER := $(filter-out qwen3_vl,$(ARCHITECTURE))
 MODEL := runs/models/tiny$(addprefix -,$(OTHER))
-WARM_MODEL := models/quickstart$(addprefix -,$(OTHER))
+WARM_MODEL := models/miniwob$(addprefix -,$(OTHER))
+NOTES_MODEL := models/quickstart
 WARM_SETTINGS := $(if $(OTHER),rollout.dtype=bfloat16)
 ROUNDS := runs/warm_start$(addprefix -,$(OTHER))
 DEMONSTRATE = $(BIN)/webrl demonstrate configs/warm_start.yaml model.path=$(MODEL) $(WARM_SETTINGS)
+DEMONSTRATE_NOTES = $(BIN)/webrl demonstrate configs/warm_start_notes.yaml model.path=$(MODEL)
 PRETRAIN = $(BIN)/python -m tools.pretrain_tiny_model
 # An environment of `make install-gpu` stays one: every later target installs CUDA builds into it.
 PLATFORM := $(if $(wildcard $(VENV)/.installed-gpu),gpu,cpu)
@@ -45,11 +47,11 @@ system:
 $(MODEL)/config.json: tools/make_tiny_model.py tools/tiny_tokenizer.py | $(INSTALLED)
 	$(BIN)/python -m tools.make_tiny_model $(MODEL) --architecture $(ARCHITECTURE) --linear-value-heads 2 --full-attention-interval 2 --force
 
-quickstart: install ## a tiny agent learns MiniWoB++ from rewards, in real Chromium, on the CPU
+quickstart: install ## a tiny agent learns from rewards to note what it sees, in real Chromium, on the CPU
 	$(BIN)/webrl train configs/quickstart.yaml $(ARGS)
 
-# Another architecture takes the first round only.
-warm-start: install $(MODEL)/config.json ## rebuild models/quickstart, the weights that quickstart starts from (two hours)
+# Another architecture takes the first round of models/miniwob only.
+warm-start: install $(MODEL)/config.json ## rebuild models/miniwob, and from it models/quickstart, where quickstart starts (four hours)
 	mkdir -p $(ROUNDS)
 	$(DEMONSTRATE) --out $(ROUNDS)/clicks.records
 	$(PRETRAIN) $(MODEL) $(ROUNDS)/clicks.records $(if $(OTHER),$(WARM_MODEL),$(ROUNDS)/first)
@@ -68,6 +70,13 @@ ifeq ($(OTHER),)
 	$(DEMONSTRATE) --out $(ROUNDS)/more_games.records run.seed=2 tasks.max_steps=6 trainer.warm_start.demonstrations=2000 \
 		"tasks.environments=[tic-tac-toe]"
 	$(PRETRAIN) $(ROUNDS)/third $(ROUNDS)/{pages,game,more_games,date,circle,circle}.records $(WARM_MODEL) --steps 3600
+	$(DEMONSTRATE_NOTES) --out $(ROUNDS)/notes.records
+	$(DEMONSTRATE_NOTES) --out $(ROUNDS)/more_notes.records run.seed=1
+	$(DEMONSTRATE_NOTES) --out $(ROUNDS)/others.records run.seed=1 tasks.max_steps=4 trainer.warm_start.demonstrations=1200 \
+		"tasks.environments=[click-collapsible,circle-center]" trainer.warm_start.premature_submit_probability=0.6
+	$(PRETRAIN) $(WARM_MODEL) $(ROUNDS)/notes.records $(ROUNDS)/noting --steps 2000 --last-steps 3
+	$(PRETRAIN) $(ROUNDS)/noting $(ROUNDS)/{notes,more_notes,others}.records $(NOTES_MODEL) --steps 2600 --last-steps 3
+	$(BIN)/webrl eval $(NOTES_MODEL) configs/warm_start_notes.yaml $(ARGS)
 endif
 	$(BIN)/webrl eval $(WARM_MODEL) configs/warm_start.yaml $(WARM_SETTINGS) $(ARGS)
 

@@ -117,7 +117,7 @@ _FORMS = (
         'Progress: {{"done": [], "open": []}}\nIntention: Do the task.\nAction: {}\n',
     ),
 )
-"""Samples of instructions and fields of responses. They are fixed: models/quickstart has the vocabulary they give."""
+"""Samples of instructions and fields of responses. They are fixed: the kept models have the vocabulary they give."""
 
 
 def action_texts() -> list[str]:

@@ -188,9 +188,10 @@ def test_every_configuration_in_the_repository_is_valid(tiny_model: Path, tmp_pa
         assert loaded.rollout.context.response_format.startswith("memory_"), path
 
 
-def test_the_kept_model_has_the_tokenizer_of_the_tiny_model(tiny_model: Path):
-    kept = ROOT / "models" / "quickstart"
-    load_config(ROOT / "configs" / "quickstart.yaml", [f"model.path={kept}"])
+@pytest.mark.parametrize("name", ["quickstart", "miniwob"])
+def test_a_kept_model_has_the_tokenizer_of_the_tiny_model(name: str, tiny_model: Path):
+    kept = ROOT / "models" / name
+    load_config(ROOT / "configs" / f"{name}.yaml", [f"model.path={kept}"])
     assert (kept / "tokenizer.json").read_bytes() == (tiny_model / "tokenizer.json").read_bytes()
 
 

@@ -76,7 +76,7 @@ def test_every_configuration_of_a_released_model_is_proven() -> None:
     names = {path.stem for path in released_configs()}
     assert {"tiny_1gpu", "2b_1gpu", "8b_1node", "235b_a22b_32node", "qwen3_5_9b_1node", "webgym_8b_4node"} <= names
     others = {path.stem for path in (ROOT / "configs").glob("*.yaml")} - names
-    assert others == {"quickstart", "warm_start", "webgym_offline", "normalisers"}
+    assert others == {"quickstart", "miniwob", "warm_start", "warm_start_notes", "webgym_offline", "normalisers"}
 
 
 @pytest.mark.soak

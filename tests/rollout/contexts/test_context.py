@@ -183,7 +183,7 @@ COMPACT_ACTIONS = (
 TOKENS = "e56ceb8eeaddc5ce71949fb041a03f037e038afd74b9e78f981ffdc766ae295b"  # SHA-256 of the tokens of all prompts
 
 
-def test_compact_prompts_on_which_models_quickstart_was_trained_keep_every_token(processor: Processor) -> None:
+def test_compact_prompts_on_which_models_miniwob_was_trained_keep_every_token(processor: Processor) -> None:
     context = make_context(processor, ContextConfig(history_turns=1, response_format="bare", compact=True), 100_000)
     context.start_episode(f"Click it. {HOSTILE}", observation_of(title=HOSTILE))
     prompts = [context.build_prompt()]
