@@ -34,6 +34,11 @@ def test_the_settings_of_every_arm_are_valid_and_no_two_arms_are_the_same(name: 
     assert len(set(parsed)) == len(arms)
 
 
+def test_the_list_of_arms_shows_settings_with_brackets(capsys: pytest.CaptureFixture[str]):
+    assert runner.main(["signs", "--list"]) == 0
+    assert "tasks.environments=[remember-sign-4-1-hidden]" in capsys.readouterr().out
+
+
 def update(version: int, success: float, seconds: float = 10.0) -> dict[str, Any]:
     extra = {"rollout_success_rate": success, "rollout_episodes": 4, "engine/idle_fraction": 0.25, "entropy": version}
     parts = {"rollout": 8.0, "train": 3.0, "sync": 1.0, "wait": 6.0}

@@ -25,6 +25,7 @@ from typing import Any
 
 import yaml
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from megatron_webrl.config.setting import ConfigError
@@ -208,7 +209,7 @@ def list_arms(experiment: Experiment, console: Console) -> None:
     for column in ("arm", "compared with", "settings that differ"):
         table.add_column(column)
     for name, arm in experiment.arms.items():
-        table.add_row(name, arm.base, "\n".join(arm.settings) or "none")
+        table.add_row(name, arm.base, escape("\n".join(arm.settings)) or "none")
     console.print(table)
 
 
