@@ -202,7 +202,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(options.threads)
     try:
         processor = Processor.load(str(options.model))
-        samples = [sample for path in options.demonstrations for sample in read_samples(path, processor, options.last_steps)]
+        samples = [
+            sample for path in options.demonstrations for sample in read_samples(path, processor, options.last_steps)
+        ]
         model = load_model(options.model)
     except (OSError, ValueError, RecordError) as error:
         sys.exit(f"pretrain_tiny_model: {error}")
