@@ -51,7 +51,7 @@ quickstart: install ## a tiny agent learns from rewards to note what it sees, in
 	$(BIN)/webrl train configs/quickstart.yaml $(ARGS)
 
 # Another architecture takes the first round of models/miniwob only.
-warm-start: install $(MODEL)/config.json ## rebuild models/miniwob, and from it models/quickstart, where quickstart starts (four hours)
+warm-start: install $(MODEL)/config.json ## rebuild models/miniwob, and from it models/quickstart, where quickstart starts (three and a half hours)
 	mkdir -p $(ROUNDS)
 	$(DEMONSTRATE) --out $(ROUNDS)/clicks.records
 	$(PRETRAIN) $(MODEL) $(ROUNDS)/clicks.records $(if $(OTHER),$(WARM_MODEL),$(ROUNDS)/first)
