@@ -51,7 +51,7 @@ quickstart: install ## a tiny agent learns from rewards to note what it sees, in
 	$(BIN)/webrl train configs/quickstart.yaml $(ARGS)
 
 # Another architecture takes the first round of models/miniwob only.
-warm-start: install $(MODEL)/config.json ## rebuild models/miniwob, and from it models/quickstart, where quickstart starts (three and a half hours)
+warm-start: install $(MODEL)/config.json ## rebuild models/miniwob, and from it models/quickstart, where quickstart starts (four hours)
 	mkdir -p $(ROUNDS)
 	$(DEMONSTRATE) --out $(ROUNDS)/clicks.records
 	$(PRETRAIN) $(MODEL) $(ROUNDS)/clicks.records $(if $(OTHER),$(WARM_MODEL),$(ROUNDS)/first)
@@ -75,7 +75,10 @@ ifeq ($(OTHER),)
 	$(DEMONSTRATE_NOTES) --out $(ROUNDS)/others.records run.seed=1 tasks.max_steps=4 trainer.warm_start.demonstrations=1200 \
 		"tasks.environments=[click-collapsible,circle-center]" trainer.warm_start.premature_submit_probability=0.6
 	$(PRETRAIN) $(WARM_MODEL) $(ROUNDS)/notes.records $(ROUNDS)/noting --steps 2000 --last-steps 3
-	$(PRETRAIN) $(ROUNDS)/noting $(ROUNDS)/{notes,more_notes,others}.records $(NOTES_MODEL) --steps 2600 --last-steps 3
+	$(PRETRAIN) $(ROUNDS)/noting $(ROUNDS)/{notes,more_notes,others}.records $(ROUNDS)/pressing --steps 2600 --last-steps 3
+	$(DEMONSTRATE_NOTES) --out $(ROUNDS)/names.records run.seed=3 trainer.warm_start.demonstrations=1600 \
+		"tasks.environments=[name-sign-4,name-sign-8]"
+	$(PRETRAIN) $(ROUNDS)/pressing $(ROUNDS)/{more_notes,others,names,names}.records $(NOTES_MODEL) --steps 700 --last-steps 3
 	$(BIN)/webrl eval $(NOTES_MODEL) configs/warm_start_notes.yaml $(ARGS)
 endif
 	$(BIN)/webrl eval $(WARM_MODEL) configs/warm_start.yaml $(WARM_SETTINGS) $(ARGS)
