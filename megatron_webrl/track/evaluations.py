@@ -328,8 +328,8 @@ def contrast(
 
 
 def _paired_mean(values: Sequence[float], seed: int) -> dict[str, Any]:
-    """Mean over tasks with its bootstrap interval."""
-    each, rng = np.array(values), np.random.default_rng(seed)
+    """Mean over tasks with its bootstrap interval, whatever their order."""
+    each, rng = np.sort(np.array(values)), np.random.default_rng(seed)
     draws = (
         rng.integers(0, len(each), (_RESAMPLES_AT_ONCE, len(each)))
         for _ in range(BOOTSTRAP_RESAMPLES // _RESAMPLES_AT_ONCE)
