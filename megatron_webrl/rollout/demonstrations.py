@@ -90,8 +90,8 @@ class ScriptedGenerator:
         if self._settings.context.response_format == "memory_compact":
             if action.note is None:
                 self._slots = extend_memory(self._slots, action, self._memory_random)
-            elif action.note not in self._slots:
-                self._slots = [*self._slots, action.note]
+            else:
+                self._slots = [action.note]
             memory = memory_text(self._slots)
         closing = f"{THOUGHT_CLOSE}\n\n" if self._processor.thought_prefix else ""
         text = closing + format_response(action, self._settings.context, self._toolset, memory)

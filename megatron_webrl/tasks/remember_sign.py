@@ -2,6 +2,7 @@
 
 Where a prompt has one screenshot, only what the policy noted can solve the last page. remember-sign-K-N-hidden never
 shows the sign: its success is 1/K, whatever is learned. name-sign-K asks for the sign's name, on its only page.
+match-sign-K-N has N pages with a sign and its buttons: each can be answered at once, and one wrong answer fails.
 """
 
 from __future__ import annotations
@@ -14,15 +15,17 @@ SCRIPT = "remember-sign"  # name of its scripted policy
 PAGE = Path(__file__).with_suffix(".html")
 PATH = f"/miniwob/{SCRIPT}.html"
 HIDDEN = "-hidden"
-NAME = "name-sign-"
+NAME, MATCH = "name-sign-", "match-sign-"
 ENVIRONMENTS = (
     *(f"{SCRIPT}-{k}-{n}{end}" for k, n, end in product((4, 8), (0, 1, 2, 4), ("", HIDDEN))),
     *(f"{NAME}{k}" for k in (4, 8)),
+    *(f"{MATCH}4-{n}" for n in (1, 2, 4, 8)),
 )
 
 
 def page_address(environment: str) -> str:
     """Path and query of the page of an environment."""
     signs, *pages = re.findall(r"\d+", environment)
-    end = "&name" * environment.startswith(NAME) + "&hidden" * environment.endswith(HIDDEN)
+    modes = {"&name": environment.startswith(NAME), "&match": environment.startswith(MATCH)}
+    end = "".join(mode for mode, holds in (modes | {"&hidden": environment.endswith(HIDDEN)}).items() if holds)
     return f"{PATH}?signs={signs}&pages={''.join(pages) or 0}{end}"

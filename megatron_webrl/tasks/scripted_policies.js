@@ -69,8 +69,10 @@
   };
   const remember = (sign) => {
     if ($('#area input')) return {element: $('#area input'), text: `a ${episode.sign}`, note: episode.sign};
+    const button = (sign) => all('#area button').find((button) => button.dataset.sign === sign);
+    if (options.has('match')) return {element: button(sign), note: episode.sign};
     const note = episode.note ||= sign;
-    return {element: all('#area button').find((button) => button.dataset.sign === note) || $('.next'), note};
+    return {element: button(note) || $('.next'), note};
   };
   const movies = () => {
     const [genre, name, year] = all('#query b').map(say);
@@ -407,7 +409,7 @@
   };
 
   // What ends an episode at once where that is not the Submit button: the second button without the first, a square
-  // without a look at the game, a note without a look at the sign; behind an open calendar there is nothing to submit.
+  // without a look at the game, a note without a look at the sign (or a wrong button); behind an open calendar there is nothing to submit.
   const ofOpenCalendar = () => shown('#ui-datepicker-div') ? {} : submit();
   const endings = {
     "click-button-sequence": () => ({element: $('#subbtn2')}),

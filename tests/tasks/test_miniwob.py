@@ -129,10 +129,10 @@ def test_every_page_of_the_package_is_supported_or_refused() -> None:
     names = set(all_environments())
     assert set(re.findall(r'id="miniwob/([\w.-]+)-v1"', registered)) <= names
     assert {page.stem for page in (pages_folder() / "miniwob").glob("*.html")} <= names | set(UNSUPPORTED_ENVIRONMENTS)
-    assert (len(names), len(supported_environments())) == (151, 121)
+    assert (len(names), len(supported_environments())) == (155, 125)
     for environments, message in (
         (["click-test", "hover-shape"], "hover-shape cannot be used: its page never gives a reward"),
-        (["click-test", "click-buton"], r"no 'click-buton' among its 151 environments; near: .*click-button"),
+        (["click-test", "click-buton"], r"no 'click-buton' among its 155 environments; near: .*click-button"),
         ([], "environments is empty"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -327,6 +327,22 @@ async def test_a_sign_is_shown_once_and_only_its_button_earns_the_reward(pool: B
             assert with_sign[0] != without[0]
             assert with_sign[1:3] == without[1:3]
     assert rewards[1.0] in (range(1, 10) if premature else [3])
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_one_wrong_button_fails_all_signs_and_marks_the_pages_that_follow(pool: BrowserPool) -> None:
+    """And only them: steps that acted on equal pages are compared by trainer.advantage.anchor_weight."""
+    name, pages = "match-sign-4-4", dict[int | None, list[bytes]]()
+    async with pool.session() as session:
+        for wrong in (None, 1):
+            seen, pages[wrong] = await session.reset(task_of(name, SEED)), []
+            while not seen.done:
+                pages[wrong].append(seen.screenshot)
+                action = await next_scripted_action(session.page, name, len(pages[wrong]) - 1 == wrong)
+                assert action.note == await session.page.evaluate("episode.sign")
+                seen = await session.step(action)
+            assert seen.reward == (1.0 if wrong is None else -1.0)
+    assert [a == b for a, b in zip(pages[None], pages[1], strict=True)] == [True, True, False, False]
 
 
 @pytest.mark.asyncio(loop_scope="module")
