@@ -92,45 +92,47 @@ def train_batch(
 
     The total "operations" includes the passes that compute log-probabilities only.
 
-    The proximal policy is that at the start of the update: with a single step, the one that the step computes anyway,
-    unless a critic needs the values at the start.
+    The proximal policy is that at the start of the update. The first step computes it anyway, on its own minibatch: no
+    pass before it does, unless a critic needs the values at the start.
     """
     settings = config.trainer
     samples = batching.training_samples(groups, config, version)
     whole_groups = not settings.without_baseline  # without a baseline, a group need not stay whole
     parts = batching.minibatches(samples, settings.minibatches, config.run.seed + version, whole_groups)
     critic = settings.critic
-    needs_proximal = critic is not None or (settings.epochs * len(parts) > 1 and settings.loss.name != "raft")
-    passes = settings.epochs + needs_proximal + (learner.reference is not None)
+    has_proximal = critic is not None or settings.loss.name != "raft"
+    scored = len(parts) - (critic is None) if has_proximal else 0
+    order = [*range(scored, len(parts)), *range(scored)]  # of steps: it goes on where the passes before them end
+    others = learner.reference is not None
+    passes = [settings.epochs + others + (number < scored) for number in range(len(parts))]
     normalizer = settings.loss.normalizer, settings.loss.normalizer_constant
     with learner.timeline.span("pack"):
         minibatches = sequence_packer.build_all(parts, *normalizer, passes)
     context_parallel = parallel_state.get_context_parallel_group()
     loss = make_objective(settings.loss, context_parallel, version, settings.distillation, critic)
     reference = learner.compute_reference_logprobs(minibatches)
-    scores = [learner.score(microbatches) if needs_proximal else None for microbatches in minibatches]
-    proximal = [None if part is None else [each["logprobs"] for each in part] for part in scores]
+    scores = [learner.score(microbatches) for microbatches in minibatches[:scored]]
+    before = {number: [each["logprobs"] for each in part] for number, part in enumerate(scores)}
     credit_metrics: Metrics = {}
     if critic is not None:
-        values = [[each["values"] for each in part or ()] for part in scores]
+        values = [[each["values"] for each in part] for part in scores]
         minibatches, credit_metrics = assign_credit(minibatches, values, groups, config)
     value_head_only = critic is not None and version < critic.warmup_updates
     if critic is not None and 0 < critic.warmup_updates == version:
         learner.optimizer.restart_adam()
     steps: list[Metrics] = []
-    logprobs: list[Tensor] = []
-    for _ in range(settings.epochs):
-        for microbatches, before, reference_logprobs in zip(minibatches, proximal, reference, strict=True):
-            metrics, current = learner.train_step(microbatches, before, loss, reference_logprobs, value_head_only)
-            steps.append(metrics)
-            logprobs = logprobs or current  # of the first step, before it
+    for number in order * settings.epochs:
+        metrics, current = learner.train_step(
+            minibatches[number], before.get(number) if has_proximal else None, loss, reference[number], value_head_only
+        )
+        if not steps:
+            before.setdefault(number, current)
+        steps.append(metrics)
     totals = {name: sum(step[name] for step in steps) for name in steps[0]}
     totals |= {name: totals[name] / len(steps) for name in PER_STEP_METRICS if name in totals} | credit_metrics
-    totals["operations"] *= 1 + FORWARD_ONLY_SHARE * (passes - settings.epochs) / settings.epochs
-    compared = minibatches[:1]
-    if needs_proximal:
-        compared, logprobs = minibatches, [each for before in proximal for each in before or ()]
-    return totals, measure_logprob_mismatch([each for part in compared for each in part], logprobs, version)
+    totals["operations"] *= 1 + FORWARD_ONLY_SHARE * (sum(passes) / len(steps) - 1)
+    compared = [each for number in before for each in minibatches[number]]
+    return totals, measure_logprob_mismatch(compared, [each for part in before.values() for each in part], version)
 
 
 def _collect(context: TrainingContext) -> list[Group] | None:

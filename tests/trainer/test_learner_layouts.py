@@ -88,7 +88,9 @@ def _train(config: Config, platform: Any, run: Path, kind: str) -> dict[str, Any
     learner, packer = make_learner(config, platform), make_sequence_packer(config, platform)
     if kind == "gspo":
         learner = replace(learner, reference=make_reference(learner.chunks, config))
-    found: dict[str, Any] = {"updated": (*update(learner, config, platform, groups, packer), weights_of(learner))}
+    first_step = _FirstStep(learner)
+    found: dict[str, Any] = {"updated": (*update(first_step, config, platform, groups, packer), weights_of(learner))}
+    found["first step"] = first_step.found
     if kind == "critic":
         if not run.exists():
             torch.distributed.barrier()  # all ranks have looked
@@ -100,6 +102,23 @@ def _train(config: Config, platform: Any, run: Path, kind: str) -> dict[str, Any
     found["shares"] = _shares_a_response(packer, groups, config)
     packer.close()
     return found
+
+
+class _FirstStep:
+    """A learner that compares what a first step computes for its minibatch with a pass before it, bit by bit."""
+
+    def __init__(self, learner: Any) -> None:
+        self._learner, self.found = learner, list[bool]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._learner, name)
+
+    def train_step(self, microbatches: Any, proximal: Any, *rest: Any) -> Any:
+        scored = self._learner.compute_logprobs(microbatches) if proximal is None else []
+        metrics, current = self._learner.train_step(microbatches, proximal, *rest)
+        if proximal is None:
+            self.found.append(all(torch.equal(a, b) for a, b in zip(scored, current, strict=True)))
+        return metrics, current
 
 
 def _varied(group: Group) -> Group:
@@ -165,6 +184,7 @@ def test_updates_and_resumes_do_not_depend_on_the_layout(
                 assert (metrics["value_mean"] != 0) == (part == "resumed")
                 assert metrics["value_loss"] > 0
                 assert float(weights["value_head"].abs().max()) > 1e-4
+        assert all(rank["first step"] == [True] * (kind != "critic") for rank in ranks), case
         if "cp2" in layout and kind == "gspo":
             assert any(rank["shares"] for rank in ranks), case  # else nothing of a response is reduced
         if layout in AHEAD:

@@ -104,12 +104,18 @@ class SequencePacker:
         self, samples: Sequence[TrainingSample], normalizer: str, constant_steps: int, passes: int = 1
     ) -> list[Microbatch]:
         """This replica's micro-batches, see build_all; the weighted sum over those of all replicas is the objective."""
-        return self.build_all([samples], normalizer, constant_steps, passes)[0]
+        return self.build_all([samples], normalizer, constant_steps, [passes])[0]
 
     def build_all(
-        self, minibatches: Sequence[Sequence[TrainingSample]], normalizer: str, constant_steps: int, passes: int = 1
+        self,
+        minibatches: Sequence[Sequence[TrainingSample]],
+        normalizer: str,
+        constant_steps: int,
+        passes: Sequence[int],
     ) -> list[list[Microbatch]]:
-        """The micro-batches of minibatches, computed `passes` times in this order. With an `image_cache` collective.
+        """The micro-batches of minibatches, in this order again and again, until each has had its number of passes.
+
+        With an `image_cache` collective.
 
         Replicas get equally many, as each must take part in every pass: empty ones hold the shortest sample at weight
         zero. Raises ImageGridMismatch; ImagePreparationError; ValueError for a sample longer than max_tokens.
@@ -119,7 +125,10 @@ class SequencePacker:
         if self.image_cache is not None:
             plans = list(plans)
             self.image_cache.fetch(self._wanted_images(self.image_cache, plans))
-        return [[self._microbatch(each, passes) for each in plan[self.data_parallel_rank]] for plan in plans]
+        return [
+            [self._microbatch(each, count) for each in plan[self.data_parallel_rank]]
+            for plan, count in zip(plans, passes, strict=True)
+        ]
 
     def _plan(self, samples: Sequence[TrainingSample], normalizer: str, constant_steps: int) -> _Plan:
         sequences = (

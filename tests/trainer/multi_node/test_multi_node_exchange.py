@@ -129,7 +129,7 @@ def _compare_with_plan(packer: Any, groups: Sequence[Group], config: Config) -> 
     )
     plans = [packer._plan(part, "constant", 10) for part in parts]
     mine: set[bytes] = set()
-    for plan, microbatches in zip(plans, packer.build_all(parts, "constant", 10), strict=True):
+    for plan, microbatches in zip(plans, packer.build_all(parts, "constant", 10, [1] * len(parts)), strict=True):
         for planned, microbatch in zip(plan[packer.data_parallel_rank], microbatches, strict=True):
             inputs = microbatch.inputs
             tokens = torch.cat([torch.from_numpy(sequence.tokens) for sequence in planned.sequences])
