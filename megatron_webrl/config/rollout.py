@@ -81,6 +81,13 @@ class RolloutConfig:
     max_staleness: int = setting(
         2, "Versions that the oldest token of a trained group may lag behind in mode async.", low=0
     )
+    stale: str = setting(
+        "drop",
+        "Groups that would become too old. drop: a group with an older token is dropped; mask: only one whose every "
+        "token is older than trainer.loss.max_token_lag, which masks single tokens; wait: the update waits for them.",
+        choices=("drop", "mask", "wait"),
+        only_with=("mode", "async"),
+    )
     stepping: str = setting(
         "free",
         "free: each agent continues as soon as it has its answer; lockstep: all agents of a worker step "

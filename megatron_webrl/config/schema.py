@@ -424,9 +424,16 @@ def _check_batch(config: Config) -> None:
 def _check_loss(config: Config) -> None:
     loss, reward = config.trainer.loss, config.trainer.reward
     oldest = config.staleness_limit + loss.oldest_replayed
-    if isinstance(loss, OffPolicyLossConfig) and loss.max_token_lag and loss.max_token_lag >= oldest:
+    max_token_lag = loss.max_token_lag if isinstance(loss, OffPolicyLossConfig) else 0
+    if config.rollout.stale == "mask":
+        if not max_token_lag:
+            raise ConfigError(
+                "rollout.stale=mask needs trainer.loss.max_token_lag above 0, and a loss that has it: it masks the old "
+                "tokens of groups that are not dropped"
+            )
+    elif max_token_lag and max_token_lag >= oldest:
         raise ConfigError(
-            f"trainer.loss.max_token_lag={loss.max_token_lag} masks nothing: no trained token is more than {oldest} "
+            f"trainer.loss.max_token_lag={max_token_lag} masks nothing: no trained token is more than {oldest} "
             "versions old (rollout.max_staleness, rollout.mode, replays of trainer.loss); lower it, or set it to 0"
         )
     if isinstance(loss, BaselineLossConfig) and loss.replay_into_failed_groups:

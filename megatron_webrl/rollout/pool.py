@@ -166,6 +166,8 @@ class RolloutPool:
 
     def _abort_old_groups(self) -> None:
         self._newest_version = self.weight_client.newest_version()
+        if self.config.rollout.stale == "mask":
+            return  # its new tokens are not old
         for group in self._groups.values():
             oldest = group.oldest_version
             if group.has_running_episodes and oldest is not None and self._is_too_old(oldest):

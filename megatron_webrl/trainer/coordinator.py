@@ -372,6 +372,7 @@ class Coordinator:
         limit = ticket_limit(len(self.resume_point.surviving_tickets), closed, updates_ahead, groups)
         tickets = list(islice(self._tickets, max(0, limit - self._issued)))
         self._issued += len(tickets)
+        self.group_source.issued |= dict.fromkeys(tickets, version)
         return self.task_sampler.draw(tickets, version)
 
     def _final_report(self, worker: str, deadline: float) -> tuple[str, dict[str, Any]] | None:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.core import parallel_state
-from torch import Tensor
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.trainer.coordinator import Coordinator

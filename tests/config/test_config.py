@@ -169,6 +169,7 @@ def test_the_mode_sets_the_staleness_and_another_one_is_refused(config_file: Pat
         for overrides in ([own], [own, f"rollout.max_staleness={staleness}"]):
             assert load_config(config_file, overrides).staleness_limit == staleness
         if mode != "async":
+            assert "rollout.stale has no effect" in error(config_file, own, "rollout.stale=mask")
             message = error(config_file, own, "rollout.max_staleness=3")
             assert f"rollout.max_staleness=3 has no meaning with {own}" in message
 

@@ -73,16 +73,23 @@ class ResumePoint:
         return trajectory.restart_epoch in (self.restart_epoch, *(epoch for epoch, _ in self.earlier_epochs))
 
     def oldest_version(self, trajectory: Trajectory, fixed_weights: bool) -> int | None:
-        """The version of a trajectory's oldest token, for its staleness; None without tokens.
+        """The version of a trajectory's oldest token, for its staleness; None without tokens."""
+        return self._known_version(trajectory.oldest_version, trajectory, fixed_weights)
+
+    def newest_version(self, trajectory: Trajectory, fixed_weights: bool) -> int | None:
+        """The version of a trajectory's newest token; None without tokens."""
+        return self._known_version(trajectory.newest_version, trajectory, fixed_weights)
+
+    def _known_version(self, version: int | None, trajectory: Trajectory, fixed_weights: bool) -> int | None:
+        """A version of a trajectory's tokens, as one that still exists.
 
         A version lost in a restart had other weights than the one with its number now. It counts as the version from
         which training resumed; or the one before if all tokens of a batch need the same weights (`fixed_weights`).
         """
-        oldest = trajectory.oldest_version
         epochs = (*self.earlier_epochs, (self.restart_epoch, self.version))
         resumed_from = [version for epoch, version in epochs if epoch > trajectory.restart_epoch]
-        if oldest is None or not resumed_from or oldest <= min(resumed_from):
-            return oldest
+        if version is None or not resumed_from or version <= min(resumed_from):
+            return version
         return min(resumed_from) - fixed_weights
 
 

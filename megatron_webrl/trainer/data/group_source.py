@@ -7,6 +7,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 
+from megatron_webrl.config.loss import OffPolicyLossConfig
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.connection import JobFailed
 from megatron_webrl.ring.record import FOLDER as DAMAGED_FOLDER
@@ -63,6 +64,8 @@ class GroupSource:
         self.records, self.config, self.resume_point, self.accounting = records, config, resume_point, accounting
         self.closed_tickets: set[int] = set()  # tickets trained or dropped in this restart epoch
         self.dropped_tickets = 0
+        # Version at which each ticket was issued whose group is neither dropped nor returned by wait_for_groups.
+        self.issued = dict.fromkeys(resume_point.surviving_tickets, resume_point.version)
         self.lost_tickets = 0  # open ones whose group cannot become complete
         self.episodes_by_worker: Counter[str] = Counter()  # episodes read, by worker instance
         self._statistics, self._selection = GroupStatistics(reward_function(config)), SelectionStatistics()
@@ -86,6 +89,9 @@ class GroupSource:
     ) -> list[tuple[Group, list[int]]] | None:
         """The `count` oldest trainable groups with their sequence numbers. Raises GroupTimeout after `seconds`.
 
+        Of equally old ones those that were complete first. With rollout.stale=wait, not before all groups have arrived
+        that the next update could not train.
+
         A group that failed as a whole is trainable if `has_success` says that its task has a success to replay.
 
         At each poll `should_continue(groups ready)` reports progress and raises the limit; once False, returns None.
@@ -98,9 +104,12 @@ class GroupSource:
             self.poll(version)
             if not should_continue(len(self._ready)):
                 return None
-            if len(self._ready) >= count:
-                tickets = list(self._ready)[:count]
+            if len(self._ready) >= count and not self._misses_old_group(version):
+                age = {ticket: self._decisive_version(self._groups[ticket]) or 0 for ticket in self._ready}
+                tickets = sorted(age, key=age.__getitem__)[:count]
                 self._in_use.update(tickets)
+                for ticket in tickets:
+                    self.issued.pop(ticket, None)
                 return [(self._groups.pop(t), self._ready.pop(t)) for t in tickets]
             now = time.monotonic()
             if without_engines < grace and not has_engines():
@@ -226,9 +235,33 @@ class GroupSource:
         return common if self.config.trainer.zero_variance_groups == "drop" else None
 
     def _stale(self, group: Group, version: int) -> bool:
-        versions = map(self.oldest_version, group.trajectories)
-        oldest = min((each for each in versions if each is not None), default=None)
-        return oldest is not None and version - oldest > self.config.staleness_limit
+        limit, loss = self.config.staleness_limit, self.config.trainer.loss
+        if self._masks_old_tokens and isinstance(loss, OffPolicyLossConfig):
+            limit = loss.max_token_lag
+        decisive = self._decisive_version(group)
+        return decisive is not None and version - decisive > limit
+
+    def _decisive_version(self, group: Group) -> int | None:
+        """The version of the group's oldest trainable token, or of its newest one where old tokens are masked."""
+        if self._masks_old_tokens:
+            versions = [self.resume_point.newest_version(t, False) for t in group.trajectories if t.trainable]
+            return max((each for each in versions if each is not None), default=None)
+        versions = [self.oldest_version(t) for t in group.trajectories]
+        return min((each for each in versions if each is not None), default=None)
+
+    @property
+    def _masks_old_tokens(self) -> bool:
+        return self.config.rollout.stale == "mask"
+
+    def _misses_old_group(self, version: int) -> bool:
+        """Whether groups are awaited whose first token may be too old for the update after that of `version`.
+
+        Not where a damaged record leaves a group incomplete: it never arrives.
+        """
+        if self.config.rollout.stale != "wait" or self.lost_tickets:
+            return False
+        oldest = version + 1 - self.config.staleness_limit
+        return any(issued < oldest and ticket not in self._ready for ticket, issued in self.issued.items())
 
     def oldest_version(self, trajectory: Trajectory) -> int | None:
         """The version of a trajectory's oldest token, as the resume point counts it; None if it is not trainable."""
@@ -240,6 +273,7 @@ class GroupSource:
             self._count(trajectory, reason if trajectory.trainable else mask_name(trajectory))
         self._selection.add(group, reason)
         self.closed_tickets.add(group.ticket)
+        self.issued.pop(group.ticket, None)
         self.dropped_tickets += 1
         self._acknowledge(sequences)
         self._on_close(group)

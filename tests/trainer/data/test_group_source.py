@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import time
 from collections import Counter
@@ -82,6 +83,50 @@ def test_a_group_that_failed_as_a_whole_is_kept_if_its_task_has_a_success_to_rep
     assert [group.ticket for group, _ in taken] == [2, 4]
     assert asked == [("miniwob/click-test/1", 0), ("miniwob/click-test/2", 0)]
     assert source.accounting.dropped == {"all_failed": 2, "all_succeeded": 2}
+
+
+def test_of_ready_groups_those_with_the_oldest_tokens_come_first(ring: Ring, source: GroupSource):
+    for ticket, version in ((1, 1), (2, 0), (3, 1), (4, 0)):
+        put(ring, ticket, [1.0, 0.0], version=version)
+    taken = source.wait_for_groups(1, 3, 5.0, go) or []
+    assert [group.ticket for group, _ in taken] == [2, 4, 1]
+
+
+def test_a_group_whose_old_tokens_are_masked_is_dropped_when_all_of_them_are(ring: Ring):
+    config = Config()
+    config.rollout.max_staleness, config.rollout.stale = 4, "mask"
+    config.trainer.loss = loss_config(max_token_lag=2)
+    source = sourced(ring, config)
+    put(ring, 1, [1.0, 0.0], version=0)
+    write(ring, *(trajectory(2, i, reward=i, group_size=2, version=5 * i) for i in range(2)))
+    source.poll(2)
+    assert source.accounting.dropped == {}
+    source.poll(7)  # ticket 2 has tokens of versions 0 and 5
+    assert source.accounting.dropped == {"stale": 2}
+    assert [group.ticket for group, _ in source.wait_for_groups(7, 1, 5.0, go) or []] == [2]
+
+
+def test_an_update_waits_for_groups_that_the_next_one_could_not_train(ring: Ring):
+    config = Config()
+    config.rollout.max_staleness, config.rollout.stale = 2, "wait"
+    source = sourced(ring, config)
+    source.issued |= {1: 0, 2: 0, 3: 1}
+    for ticket in (2, 3):
+        put(ring, ticket, [1.0, 0.0], version=1)
+    assert len(source.wait_for_groups(1, 1, 5.0, go) or []) == 1  # ticket 1 can still be trained by the next update
+    polls = itertools.count()
+
+    def arrives(ready: int) -> bool:
+        if next(polls) == 1:
+            put(ring, 1, [1.0, 0.0], version=0)
+        return True
+
+    assert [group.ticket for group, _ in source.wait_for_groups(2, 1, 5.0, arrives) or []] == [1]
+    assert next(polls) == 3
+    put(ring, 4, [1.0, 1.0], version=2)
+    source.issued[4] = 2
+    assert [group.ticket for group, _ in source.wait_for_groups(3, 1, 5.0, go) or []] == [3]  # 4 is dropped
+    assert source.accounting.dropped == {"all_succeeded": 2}
 
 
 def test_groups_come_oldest_first_and_are_freed_when_closed(ring: Ring, source: GroupSource):
