@@ -168,6 +168,23 @@ def test_a_group_that_has_become_too_old_is_abandoned_and_replaced() -> None:
     )
 
 
+def test_old_groups_are_masked_or_waited_for_instead() -> None:
+    """A group with a step of an hour: an update waits for it, or goes on, and most of its tokens are too old then."""
+    steps = (*[StepWork(1.0, 1.0, 1, 5)] * 3, StepWork(1.0, 3600.0, 1, 5), StepWork(1.0, 1.0, 1, 5))
+    work = RecordedWorkload(
+        [EVEN.groups[0], GroupWork((EpisodeWork(0.0, steps),) * 2)], {0: 1, **dict.fromkeys(range(1, 999), 0)}
+    )
+    given = settings("async", max_staleness=1, updates=200, warmup_updates=0)
+    waited = simulate(replace(given, stale="wait"), work, [cycle(5)])
+    assert (waited.dropped, waited.staleness_max) == ({}, 1)
+    assert waited.waiting > 0.5
+    masked = simulate(replace(given, stale="mask", max_token_lag=1), work, [cycle(5)])
+    assert masked.dropped == {}
+    assert masked.staleness_max > 100
+    assert masked.masked == pytest.approx(4 / (5 + 398 * STEPS), rel=0.02)
+    assert simulate(given, work, [cycle(5)]).dropped == {"aborted": 2}
+
+
 def test_browsers_share_the_cores_of_their_node() -> None:
     work = RecordedWorkload([GroupWork((EpisodeWork(0.0, (StepWork(1.0, 1.0, 1, 1, cpu=2.0),)),) * 4)])
     given = SimulationSettings("sync", 2, 1, engines=2, updates=3, nodes=1, cores=4)

@@ -93,6 +93,8 @@ class SimulationSettings:
     engines: int
     updates: int
     max_staleness: int = 2  # for async
+    stale: str = "drop"  # rollout.stale
+    max_token_lag: int = 0  # versions, of trained tokens with stale="mask"
     stepping: str = "free"
     serial: float = 0.0  # fraction of a request's work that an engine does one request at a time
     overlap: float = 1.0  # relative engine speed while the trainer trains; below 1 if they share processors
@@ -125,6 +127,7 @@ class SimulationResult:
     engines_idle: float  # fraction of time in which an engine has no request
     engines_load: float  # fraction of the throughput of saturated engines
     wasted: float  # fraction of response tokens of closed episodes that were not trained, whole run
+    masked: float  # fraction of response tokens of trained episodes that are too old, whole run
     trained: int  # episodes, whole run
     dropped: dict[str, int]
     waiting_episodes: int  # ended, not yet trained or dropped
@@ -321,12 +324,11 @@ class SimulatedWorker:
 class SimulatedAgent:
     """One running episode: reset, then generate and act until its last step."""
 
-    __slots__ = ("_job", "_step", "_worker", "ended", "group", "oldest_version", "response_tokens", "work")
+    __slots__ = ("_job", "_step", "_worker", "ended", "group", "tokens", "work")
 
     def __init__(self, group: SimulatedGroup, work: EpisodeWork, worker: SimulatedWorker) -> None:
         self.group, self.work, self._worker = group, work, worker
-        self.oldest_version: int | None = None
-        self.response_tokens = 0
+        self.tokens = Counter[int]()  # of responses, by the version at their start
         self.ended = False
         self._step = 0
         self._job: tuple[ProcessorSharingServer, ServerJob] | None = None
@@ -359,8 +361,7 @@ class SimulatedAgent:
 
     def _generated(self, version: int) -> None:
         self._job = None
-        self.oldest_version = version if self.oldest_version is None else min(self.oldest_version, version)
-        self.response_tokens += self.work.steps[self._step].response
+        self.tokens[version] += self.work.steps[self._step].response
         self._worker.stepping.leave(self, self._act)
 
     def _act(self) -> None:
@@ -384,18 +385,16 @@ class SimulatedAgent:
 class SimulatedGroup:
     """The episodes of a ticket, until the trainer closes them."""
 
-    def __init__(self, rollout: SimulatedRollout, work: GroupWork, worker: SimulatedWorker) -> None:
-        self.rollout, self.work, self.worker = rollout, work, worker
+    def __init__(self, rollout: SimulatedRollout, ticket: int, work: GroupWork, worker: SimulatedWorker) -> None:
+        self.rollout, self.ticket, self.work, self.worker = rollout, ticket, work, worker
         self.aborted = False
         self.agents = [SimulatedAgent(self, episode, worker) for episode in work.episodes]
         self.running = len(self.agents)  # episodes
 
     @property
-    def oldest_version(self) -> int | None:
-        """Oldest policy version among the responses of trainable episodes."""
-        return min(
-            (a.oldest_version for a in self.agents if a.oldest_version is not None and a.work.trainable), default=None
-        )
+    def versions(self) -> list[int]:
+        """Policy versions of the responses of trainable episodes."""
+        return [version for agent in self.agents if agent.work.trainable for version in agent.tokens]
 
     def abort(self) -> None:
         """End all episodes now."""
@@ -435,10 +434,11 @@ class SimulatedRollout:
 
     def abort_stale_groups(self, version: int) -> None:
         """Abort the groups that weights of this version make too stale."""
+        if self._settings.stale == "mask":
+            return
         for worker in self.workers:
             for group in list(worker.groups):
-                oldest = group.oldest_version
-                if oldest is not None and version - oldest > self._settings.staleness:
+                if version - min(group.versions, default=version) > self._settings.staleness:
                     group.abort()
 
     def set_speed(self, speed: float) -> None:
@@ -466,8 +466,8 @@ class SimulatedRollout:
     def _start_group(self, worker: SimulatedWorker) -> None:
         # A ticket stands for the same work in every system, so that all systems are compared on equal work.
         work = self._workload.draw(self._claimed, np.random.default_rng((self._seed, self._claimed)))
+        group = SimulatedGroup(self, self._claimed, work, worker)
         self._claimed += 1
-        group = SimulatedGroup(self, work, worker)
         self.started_episodes += len(group.agents)
         worker.groups[group] = None
         for agent in group.agents:
@@ -514,6 +514,8 @@ class Simulation:
         self._drops_in_a_row = 0  # since the last batch
         self._trained, self._dropped = 0, Counter[str]()
         self._tokens = Counter[bool]()  # response tokens by: trained?
+        self._masked_tokens = 0  # of them
+        self._issued: dict[int, int] = {}  # tickets whose group has not arrived, and the version when they were issued
         self._lag_max = 0
         self._totals, self._warmup_totals = _Totals(), _Totals()
         self._updates = 0
@@ -528,6 +530,7 @@ class Simulation:
     # -- groups ------------------------------------------------------------------------------------
 
     def _arrived(self, group: SimulatedGroup) -> None:
+        del self._issued[group.ticket]
         self._inbox.append(group)
         if self._collecting:
             self._poll()
@@ -548,10 +551,11 @@ class Simulation:
             else:
                 self._drop(group, reason)
         self._raise_limit(self._settings.updates_ahead)
-        if self._collecting and len(self._ready) >= self._settings.groups_per_update:
+        if self._collecting and len(self._ready) >= self._settings.groups_per_update and not self._misses_old_group():
             self._collecting = False
             self._totals.wait += self._clock.now - self._since
             self._drops_in_a_row = 0
+            self._ready.sort(key=self._decisive_version)
             batch = self._ready[: self._settings.groups_per_update]
             del self._ready[: self._settings.groups_per_update]
             self._update(batch)
@@ -562,8 +566,17 @@ class Simulation:
         return "stale" if self._stale(group) else group.work.drop_reason
 
     def _stale(self, group: SimulatedGroup) -> bool:
-        oldest = group.oldest_version
-        return oldest is not None and self._version - oldest > self._settings.staleness
+        masks = self._settings.stale == "mask"
+        limit = self._settings.max_token_lag if masks else self._settings.staleness
+        return self._version - self._decisive_version(group) > limit
+
+    def _decisive_version(self, group: SimulatedGroup) -> int:
+        choose = max if self._settings.stale == "mask" else min
+        return choose(group.versions, default=self._version)
+
+    def _misses_old_group(self) -> bool:
+        oldest = self._version + 1 - self._settings.staleness
+        return self._settings.stale == "wait" and any(issued < oldest for issued in self._issued.values())
 
     def _drop(self, group: SimulatedGroup, reason: str) -> None:
         self._dropped_groups += 1
@@ -574,12 +587,14 @@ class Simulation:
             )
         for agent in group.agents:
             self._dropped[reason if agent.work.trainable else "masked"] += 1
-            self._tokens[False] += agent.response_tokens
+            self._tokens[False] += agent.tokens.total()
 
     def _raise_limit(self, ahead: int) -> None:
         if self._version < self._settings.updates:
             count = self._settings.groups_per_update
-            self._limit = ticket_limit(0, self._version * count + self._dropped_groups, ahead, count)
+            limit = ticket_limit(0, self._version * count + self._dropped_groups, ahead, count)
+            self._issued |= dict.fromkeys(range(self._limit, limit), self._version)
+            self._limit = limit
         self._rollout.set_ticket_limit(self._limit)
 
     # -- an update ---------------------------------------------------------------------------------
@@ -631,22 +646,25 @@ class Simulation:
         self._updates += 1
         for group in batch:
             for agent in group.agents:
-                self._close(agent.work.trainable, agent.oldest_version, agent.response_tokens)
+                self._close(agent)
         if self._version == self._settings.warmup_updates:
             self._warmup_totals = self._now()
         if self._version < self._settings.updates:
             self._raise_limit(self._settings.updates_ahead)
             self._clock.call_later(cycle.other, self._collect)
 
-    def _close(self, trainable: bool, oldest: int | None, responses: int) -> None:
-        self._tokens[trainable] += responses
-        if not trainable:
+    def _close(self, agent: SimulatedAgent) -> None:
+        self._tokens[agent.work.trainable] += agent.tokens.total()
+        if not agent.work.trainable:
             self._dropped["masked"] += 1
             return
         self._trained += 1
         self._totals.trajectories += 1
-        if oldest is not None:
-            lag = self._version - 1 - oldest
+        if self._settings.stale == "mask":
+            oldest = self._version - 1 - self._settings.max_token_lag
+            self._masked_tokens += sum(count for version, count in agent.tokens.items() if version < oldest)
+        if agent.tokens:
+            lag = self._version - 1 - min(agent.tokens)
             self._totals.lags += lag
             self._lag_max = max(self._lag_max, lag)
 
@@ -679,6 +697,7 @@ class Simulation:
             engines_idle=1 - counted.busy / (engines * seconds),
             engines_load=self._settings.serial * counted.accomplished / (engines * seconds),
             wasted=self._tokens[False] / max(1, self._tokens.total()),
+            masked=self._masked_tokens / max(1, self._tokens[True]),
             trained=self._trained,
             dropped=dict(self._dropped),
             waiting_episodes=sum(len(g.agents) for g in [*waiting, *running]) - running_episodes,
