@@ -136,7 +136,8 @@ class WeightsConfig:
     bucket_mib: int = setting(512, "Staging memory of one rank during a transfer.", low=1)
     transport: str = setting(
         "auto",
-        "Path of the weights between GPUs. nccl: from GPU to GPU; host: through the memory of the hosts, by gloo; "
+        "Path of the weights between GPUs. nccl: from GPU to GPU; host: through the memory of the hosts, by shared "
+        "memory where a trainer and an engine are on one machine, else by gloo; "
         "auto: nccl where every process has GPUs of its own, else host.",
         choices=("auto", "nccl", "host"),
     )

@@ -63,7 +63,7 @@ class WeightSyncer:
             name: parameter.detach() for chunk in chunks for name, parameter in chunk.canonical_parameters().items()
         }
         by_nccl = platform.name == "cuda" and not config.weights_through_host
-        self._backend: Literal["gloo", "nccl"] = "nccl" if by_nccl else "gloo"
+        self._backend: Literal["host", "nccl"] = "nccl" if by_nccl else "host"
         self._device = platform.device
         self._rank = torch.distributed.get_rank()
         self._trainer_id = control.register_instance() if self._rank == 0 else 0  # engines see a new one per attempt
@@ -190,7 +190,7 @@ class WeightSyncer:
         started = time.monotonic()
         self._plan = plan = TransferPlan(self._chunks[0].hf_config, trainer, receivers, item_bytes, staging)
         if self._rank == 0:
-            path = "from GPU to GPU by NCCL" if self._backend == "nccl" else "through the host's memory by gloo"
+            path = "from GPU to GPU by NCCL" if self._backend == "nccl" else "through the memory of the hosts"
             log.info("weights planned in %.2f s; they travel %s", time.monotonic() - started, path)
             description = {"dtype": dtype, "backend": self._backend, "workers": self._workers}  # in the plan's order
             self.control.put_json("weights/description", plan.to_json() | description)

@@ -1,4 +1,5 @@
-"""A link: a process group of its own, over gloo or NCCL, of an engine's ranks and the trainer ranks that send to them.
+"""A link of an engine's ranks and the trainer ranks that send to them: a process group of its own, over gloo or NCCL,
+or, within one machine, shared memory.
 
 It carries only point-to-point operations, and its failure affects nothing else. Its store, hosted by link rank 0, is
 closed with it. The control service holds the link's state: members, completed transfers, and the error of the first
@@ -30,6 +31,7 @@ import torch.distributed as dist
 from megatron_webrl.control.connection import Connection
 from megatron_webrl.control.group_store import connect_group_store, host_group_store
 from megatron_webrl.util.text import first_line
+from megatron_webrl.weights.shared_memory import Pipe, SharedMemoryChannel
 
 log = logging.getLogger(__name__)
 
@@ -167,6 +169,8 @@ def poll_until(ready: Callable[[], bool], seconds: float = math.inf, max_pause: 
     )
     return polling(ready)
 
+
+Channel = GlooChannel | NcclChannel | SharedMemoryChannel
 
 MAX_CTAS = 4  # of a communicator: a rank of a large trainer has ten of them, each with memory for all of its blocks
 CONSTRUCTOR_VARIABLES = {
@@ -338,8 +342,8 @@ class TransferLink:
     parameter_device: torch.device  # of this rank; not the messages' if weights travel through the host
     store: LinkFacts
     group_store: Any  # the process group's own torch.distributed.Store
-    process_group: Any
-    channel: GlooChannel | NcclChannel
+    process_group: Any  # None once the link is closed
+    channel: Channel
     member_names: list[str] = field(default_factory=list)  # "host:pid" by rank
     senders: tuple[int, ...] = (0,)  # trainer ranks, by link rank
     staging_buffers: dict[int, torch.Tensor] = field(default_factory=dict)  # by slot, kept between transfers
@@ -382,7 +386,7 @@ def join_link(
     rank: int,
     size: int,
     timeout_seconds: float,
-    backend: Literal["gloo", "nccl"],
+    backend: Literal["host", "gloo", "nccl"],
     parameter_device: torch.device = CPU,
     senders: tuple[int, ...] = (0,),
 ) -> TransferLink:
@@ -390,8 +394,9 @@ def join_link(
 
     Blocks until all have joined. A restarted engine needs a new name.
 
-    `control`: of the job. Messages of gloo are in host memory, wherever this rank's parameters are; those of NCCL are
-    on the GPU of the parameters, and each sender is connected to each rank of the engine.
+    `control`: of the job. With backend "host" messages are in host memory, wherever this rank's parameters are, and
+    pass through shared memory where all ranks are processes of one machine, else through gloo; those of NCCL are on the
+    GPU of the parameters, and each sender is connected to each rank of the engine.
 
     Raises TransferError naming ranks that did not join within `timeout_seconds`, at once if an engine rejects the link
     or another rank fails, and GRACE_SECONDS later if a rank stops after it has joined.
@@ -413,7 +418,9 @@ def join_link(
     seconds = max(deadline - time.monotonic(), GRACE_SECONDS)
     peers = [other for other in range(size) if other != rank]
 
-    def form() -> tuple[Any, Any, GlooChannel | NcclChannel]:
+    def form() -> tuple[Any, Any, Channel]:
+        if backend == "host" and (shared := open_shared_memory(scoped, rank, len(senders), members, seconds)):
+            return hosted, shared, shared
         own = hosted or connect_group_store(json.loads(scoped.get(_STORE)), seconds)
         if backend == "nccl":
             group, stream = make_nccl_group(own, rank, size, len(senders), seconds, parameter_device)
@@ -433,6 +440,51 @@ def join_link(
         name, rank, size, timeout_seconds, message_device, parameter_device, scoped, group_store, group, channel,
         members, senders,
     )  # fmt: skip
+
+
+def open_shared_memory(
+    facts: LinkFacts, rank: int, senders: int, members: Sequence[str], seconds: float
+) -> SharedMemoryChannel | None:
+    """The channel of a link within one machine; None if any rank cannot have it. Raises RuntimeError after `seconds`.
+
+    Each sender names its pipes, and each receiver says whether it could open its own.
+    """
+    hosts, numbers = zip(*(member.rsplit(":", 1) for member in members), strict=True)
+    if len({*hosts}) > 1:
+        return None
+    processes, receivers = [int(number) for number in numbers], range(senders, len(members))
+    pipes: dict[int, Pipe] = {}
+    files: list[int] = []
+    try:
+        if rank < senders:
+            tokens: list[int] = []
+            with contextlib.suppress(OSError):
+                for receiver in receivers:
+                    pipes[receiver], file, token = Pipe.create()
+                    files.append(file)
+                    tokens.append(token)
+            facts.set(f"pipes/{rank}", json.dumps(list(zip(files, tokens, strict=True))))
+        else:
+            offers = [json.loads(text) for text in _await_facts(facts, "pipes", range(senders), seconds)]
+            with contextlib.suppress(OSError, IndexError):
+                for sender, offer in enumerate(offers):
+                    pipes[sender] = Pipe.open(processes[sender], *offer[rank - senders])
+            facts.set(f"opened/{rank}", str(len(pipes)))
+        if {*_await_facts(facts, "opened", receivers, seconds)} != {str(senders)}:
+            log.info("link without shared memory: not all of its processes see each other")
+            return None
+        return SharedMemoryChannel(pipes, dict(enumerate(processes)), sends=rank < senders)
+    finally:
+        for file in files:
+            os.close(file)
+
+
+def _await_facts(facts: LinkFacts, name: str, ranks: Sequence[int], seconds: float) -> list[str]:
+    """The values of a key of several ranks, once all have set theirs. Raises RuntimeError."""
+    keys = [f"{name}/{rank}" for rank in ranks]
+    if not poll_until(lambda: facts.check(keys), seconds, JOIN_POLL_SECONDS):
+        raise RuntimeError(f"a rank did not answer within {seconds:g} s")
+    return [str(value) for value in facts.multi_get(keys)]
 
 
 def reject_link(control: Connection, name: str, reason: str) -> None:

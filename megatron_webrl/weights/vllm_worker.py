@@ -71,7 +71,7 @@ class LinkInfo(WeightTransferInitInfo):
     engines: dict[str, Any]  # fields of EngineTopology
     staging_bytes: int
     dtype: str  # of the transferred data, such as "bfloat16"
-    backend: Literal["gloo", "nccl"]  # of the link; gloo: through the host's memory
+    backend: Literal["host", "nccl"]  # of the link; host: through the memory of the hosts
     timeout_seconds: float  # of every wait of a transfer
     join_timeout_seconds: float  # of joining
 

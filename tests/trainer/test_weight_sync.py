@@ -76,7 +76,7 @@ class Engine(dict[str, torch.Tensor]):
         """Take the weights of a version that is offered, or report that the engine cannot."""
         name, facts = f"rollout-{self.number}", Connection(self.control.address_file, f"engine-{self.number}", 30)
         if self.link is None:
-            backend: Any = "nccl" if self.config.weights.transport == "nccl" else "gloo"
+            backend: Any = "nccl" if self.config.weights.transport == "nccl" else "host"
             self.link = transport.join_link(facts, f"weights/{self.link_id}", 1, 2, 20.0, backend)
         until(lambda: (self.offer() or {}).get("version") == version, "the offer", 20)
         if fails:

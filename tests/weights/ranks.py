@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -102,6 +103,7 @@ class Case:
     """Parameters of a test that all its ranks share."""
 
     control: Path  # file with the address of the control service
+    backend: Any  # of the link
     receivers: tuple[int, ...]  # ranks of each engine
     model: dict[str, Part]
     elements: int = 200  # limit of a message
@@ -162,7 +164,7 @@ def _join(case: Case, engine: int, rank: int) -> transport.TransferLink:
     """Join a link, and wait until all its ranks have: no fault is to strike before."""
     control, name = Connection(case.control, f"rank-{rank}", 30), f"engine-{engine}"
     size, facts = SENDERS + case.receivers[engine], LinkFacts(control, name)
-    link = transport.join_link(control, name, rank, size, case.seconds, "gloo", torch.device(case.device), (0, 1))
+    link = transport.join_link(control, name, rank, size, case.seconds, case.backend, torch.device(case.device), (0, 1))
     facts.set(f"joined/{rank}", "")
     assert poll_until(lambda: facts.check([f"joined/{other}" for other in range(size)]), case.seconds)
     return link

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -23,7 +24,8 @@ from megatron_webrl.control.connection import Connection
 from megatron_webrl.control.group_store import host_group_store
 from megatron_webrl.weights import link as links
 from megatron_webrl.weights import transport
-from megatron_webrl.weights.link import NcclChannel
+from megatron_webrl.weights.link import GlooChannel, NcclChannel
+from megatron_webrl.weights.shared_memory import Pipe, SharedMemoryChannel
 from tests import forks, job_control
 from tests.waiting import until
 from tests.weights.nccl_order import Network, install
@@ -104,6 +106,26 @@ def test_the_groups_keys_stay_out_of_the_facts_of_the_job_and_end_with_the_link(
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(address, 5)
     found[1].close()
+
+
+@pytest.mark.parametrize("how", ["one machine", "another host", "another container", "no memory"])
+def test_a_link_has_shared_memory_where_all_ranks_see_each_other(
+    control: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    if how == "another host":
+        monkeypatch.setattr(socket, "gethostname", lambda: threading.current_thread().name)
+    elif how == "another container":
+        monkeypatch.setattr(Pipe, "open", Mock(side_effect=OSError))
+    elif how == "no memory":
+        monkeypatch.setattr(os, "memfd_create", Mock(side_effect=OSError))
+    found = join_in_threads(control, [0, 1, 2], 3, 20.0, "host", senders=2)
+    kinds = {type(link.channel) for link in found.values()}
+    assert kinds == {SharedMemoryChannel if how == "one machine" else GlooChannel}, found
+    for link in found.values():
+        link.close()
+    del found, link
+    gc.collect()
+    assert not [each for each in Path("/proc/self/fd").iterdir() if "webrl-weights" in str(each.resolve())]
 
 
 @pytest.mark.parametrize(("rank", "number"), [(0, signal.SIGSTOP), (2, signal.SIGKILL)])

@@ -1,4 +1,4 @@
-"""Transfers between real processes over gloo: received values, memory, and the errors of faults on both sides."""
+"""Transfers between real processes over shared memory and gloo: received values, memory, and the errors of faults on both sides."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ Rank = tuple[str, int, int]  # "trainer" or "engine", which engine (0 for the tr
 
 
 class Ranks:
-    """Rank processes of a test. `control`: address of their control service."""
+    """Rank processes of a test. `control`: address of their control service; `backend`: of their links."""
 
-    def __init__(self, control: Path) -> None:
-        self.context, self.control = forks.context(), control
+    def __init__(self, control: Path, backend: str) -> None:
+        self.context, self.control, self.backend = forks.context(), control, backend
         self.processes: dict[Rank, Any] = {}
         self.answers: dict[Rank, Any] = {}
 
     def case(self, **fields: Any) -> Case:
-        return Case(**{"control": self.control, "receivers": ENGINES, "model": MODEL, **fields})
+        return Case(**{"control": self.control, "backend": self.backend, "receivers": ENGINES, "model": MODEL, **fields})
 
     def run(self, case: Case, faults: dict[Rank, Fault] | None = None) -> None:
         faults = faults or {}
@@ -78,10 +78,10 @@ class Ranks:
                 process.join(5)
 
 
-@pytest.fixture
-def ranks(tmp_path: Path) -> Iterator[Ranks]:
+@pytest.fixture(params=["host", pytest.param("gloo", marks=pytest.mark.slow)])
+def ranks(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Ranks]:
     with job_control.control_service(tmp_path) as control:
-        made = Ranks(control)
+        made = Ranks(control, request.param)
         yield made
         made.end()
 

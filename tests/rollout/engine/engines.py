@@ -66,8 +66,8 @@ class Sender:
     ) -> tuple[transport.TransferLink | BaseException, BaseException | None]:
         """Join a link from both sides; what each side returns or raises."""
         facts = Connection(self.control, "trainer-0", 30.0)
-        joining = asyncio.to_thread(transport.join_link, facts, name, 0, 2, 30.0, "gloo")
-        description = self.plan.to_json() | {"dtype": str(self.dtype).removeprefix("torch."), "backend": "gloo"}
+        joining = asyncio.to_thread(transport.join_link, facts, name, 0, 2, 30.0, "host")
+        description = self.plan.to_json() | {"dtype": str(self.dtype).removeprefix("torch."), "backend": "host"}
         description["engine"] = 0
         joined = engine.join_weight_link(self.control, name, description)
         return await asyncio.gather(joining, joined, return_exceptions=True)
