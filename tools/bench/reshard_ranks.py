@@ -141,7 +141,7 @@ class TrainerRank(BenchRank):
     def join_engine(self, engine: int, rank: int, senders: tuple[int, ...]) -> TransferLink:
         """The link to an engine."""
         size = len(senders) + ENGINES[engine].ranks
-        return join_link(self.control, f"engine-{engine}", rank, size, SECONDS, "gloo", senders=senders)
+        return join_link(self.control, f"engine-{engine}", rank, size, SECONDS, "host", senders=senders)
 
     def sync(self) -> None:
         """Transfer by plan."""
@@ -212,7 +212,7 @@ class EngineRank(BenchRank):
         self.tensors = {name: torch.zeros(shape, dtype=task.dtypes[2]) for name, shape in shapes.items()}
         senders = self.plan.senders(engine)
         rank, size = len(senders) + receiver, len(senders) + ENGINES[engine].ranks
-        self.link = join_link(self.control, f"engine-{engine}", rank, size, SECONDS, "gloo", senders=senders)
+        self.link = join_link(self.control, f"engine-{engine}", rank, size, SECONDS, "host", senders=senders)
         self.messages = self.plan.messages(engine, receiver=receiver)
         traffic = {pair: size for pair, size in self.plan.bytes_by_pair(engine).items() if pair[1] == receiver}
         self.raw_buffers = self.make_buffers(traffic)
