@@ -98,7 +98,7 @@ class _Message:
 class SharedMemoryChannel:
     """Messages in flight on a link within one machine, in order for each pair of ranks. They move when it is polled."""
 
-    poll_seconds = 0.0005  # between polls
+    poll_seconds = 0.0001  # between polls
 
     def __init__(self, pipes: Mapping[int, Pipe], processes: Mapping[int, int], sends: bool) -> None:
         """`pipes`, `processes`: to each peer, and its process id. Raises OSError for a process that has ended."""
