@@ -129,7 +129,8 @@ def train_batch(
         steps.append(metrics)
     totals = {name: sum(step[name] for step in steps) for name in steps[0]}
     totals |= {name: totals[name] / len(steps) for name in PER_STEP_METRICS if name in totals} | credit_metrics
-    totals["operations"] *= 1 + FORWARD_ONLY_SHARE * (sum(passes) / len(steps) - 1)
+    for number, step in zip(order, steps, strict=False):  # of the first epoch
+        totals["operations"] += FORWARD_ONLY_SHARE * (passes[number] - settings.epochs) * step["operations"]
     compared = [each for number in before for each in minibatches[number]]
     return totals, measure_logprob_mismatch(compared, [each for part in before.values() for each in part], version)
 

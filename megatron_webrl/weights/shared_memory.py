@@ -124,7 +124,8 @@ class SharedMemoryChannel:
     def completed(self) -> tuple[int, str | None]:
         """Number of completed operations of this transfer, in order, and the error of the next one."""
         for peer, waiting in self._of_peer.items():
-            while waiting and self._advance(waiting[0], self._pipes[peer]):
+            pipe = self._pipes[peer]
+            while waiting and not pipe.closed and self._advance(waiting[0], pipe):
                 waiting.popleft()
         while self._messages and self._messages[0].moved == self._messages[0].data.numel():
             self._messages.popleft()
@@ -150,11 +151,14 @@ class SharedMemoryChannel:
         return True
 
     def _lost_peer(self) -> str | None:
-        """Whether the peer of the next message has ended or closed the link; looked up now and then."""
+        """Whether the peer of the next message has closed the link or, looked up now and then, has ended."""
         now = time.monotonic()
-        if not self._messages or now < self._peer_checked_at + _PEER_CHECK_SECONDS:
+        if not self._messages:
             return None
-        self._peer_checked_at, peer = now, self._messages[0].peer
-        if select.select([self._process_files[peer]], [], [], 0)[0]:
-            return "the process has ended"
-        return "the connection was closed" if self._pipes[peer].closed else None
+        peer = self._messages[0].peer
+        if self._pipes[peer].closed:
+            return "the connection was closed"
+        if now < self._peer_checked_at + _PEER_CHECK_SECONDS:
+            return None
+        self._peer_checked_at = now
+        return "the process has ended" if select.select([self._process_files[peer]], [], [], 0)[0] else None

@@ -1,4 +1,4 @@
-"""Transfers between real processes over shared memory and gloo: received values, memory, and the errors of faults on both sides."""
+"""Transfers between real processes, through shared memory and gloo: values, memory, and errors of faults on both sides."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ class Ranks:
         self.answers: dict[Rank, Any] = {}
 
     def case(self, **fields: Any) -> Case:
-        return Case(**{"control": self.control, "backend": self.backend, "receivers": ENGINES, "model": MODEL, **fields})
+        links = {"control": self.control, "backend": self.backend, "receivers": ENGINES}
+        return Case(**{**links, "model": MODEL, **fields})
 
     def run(self, case: Case, faults: dict[Rank, Fault] | None = None) -> None:
         faults = faults or {}
@@ -247,7 +248,8 @@ def test_an_error_of_an_engine_rank_is_reported_by_its_neighbour_and_the_trainer
     ranks.run(ranks.case(seconds=60.0), {("engine", 1, 0): Fault(after=0, error="layer 3 cannot be processed")})
     answers = ranks.collect()  # long before the timeout
     assert "LookupError: layer 3 cannot be processed" in answers["engine", 1, 0]
-    assert "first to fail was rank 2" in answers["engine", 1, 1]
+    neighbour = answers["engine", 1, 1]  # may have received all its slices before
+    assert neighbour[0] == [] or "first to fail was rank 2" in neighbour
     for rank in range(SENDERS):
         found = results(answers["trainer", 0, rank])
         assert found["engine-0"] is None
