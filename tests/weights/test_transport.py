@@ -1,4 +1,4 @@
-"""Transfers between real processes, through shared memory and gloo: values, memory, and errors of faults on both sides."""
+"""Transfers between processes, through shared memory and gloo: values, memory, and errors of faults on both sides."""
 
 from __future__ import annotations
 
