@@ -474,6 +474,8 @@ def open_shared_memory(
             log.info("link without shared memory: not all of its processes see each other")
             return None
         return SharedMemoryChannel(pipes, dict(enumerate(processes)), sends=rank < senders)
+    except ProcessLookupError as error:
+        raise RuntimeError("a rank has ended") from error
     finally:
         for file in files:
             os.close(file)

@@ -161,4 +161,6 @@ class SharedMemoryChannel:
         if now < self._peer_checked_at + _PEER_CHECK_SECONDS:
             return None
         self._peer_checked_at = now
-        return "the process has ended" if select.select([self._process_files[peer]], [], [], 0)[0] else None
+        ended = select.poll()  # unlike select it knows descriptors of 1024 and more
+        ended.register(self._process_files[peer], select.POLLIN)
+        return "the process has ended" if ended.poll(0) else None
