@@ -151,6 +151,18 @@ class TrainerConfig:
         return self.advantage if isinstance(self.advantage, CriticConfig) else None
 
     @property
+    def has_proximal_policy(self) -> bool:
+        """Whether the policy at the start of an update enters its loss."""
+        return self.critic is not None or self.loss.name != "raft"
+
+    def scored_minibatches(self, count: int) -> int:
+        """Minibatches of an update's `count` that have a pass before the first step, which scores its own itself.
+
+        A critic needs the values of all.
+        """
+        return count - (self.critic is None) if self.has_proximal_policy else 0
+
+    @property
     def without_baseline(self) -> str:
         """The setting that leaves rewards without a baseline and steps without an advantage of them; empty if none."""
         if self.loss.imitates_successes:

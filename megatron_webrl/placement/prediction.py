@@ -161,11 +161,8 @@ def predict_training(
     model, trainer = ModelShape.from_description(description), config.trainer
     count, shape = TrainingBatch.of_config(config, lengths, model).microbatches(config)
     steps = trainer.epochs * trainer.minibatches
-    if trainer.critic is not None:
-        proximal = 1.0
-    else:  # the first step computes that of its own minibatch
-        proximal = 0.0 if trainer.loss.name == "raft" else 1 - 1 / trainer.minibatches
-    scored_passes = proximal + (trainer.loss.kl_coefficient > 0)
+    scored_passes = trainer.scored_minibatches(trainer.minibatches) / trainer.minibatches
+    scored_passes += trainer.loss.kl_coefficient > 0
     stages = range(trainer.pipeline_parallel)
     parts: dict[str, float] = {}
     hidden = 0.0

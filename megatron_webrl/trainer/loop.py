@@ -99,11 +99,10 @@ def train_batch(
     whole_groups = not settings.without_baseline  # without a baseline, a group need not stay whole
     parts = batching.minibatches(samples, settings.minibatches, config.run.seed + version, whole_groups)
     critic = settings.critic
-    has_proximal = critic is not None or settings.loss.name != "raft"
-    scored = len(parts) - (critic is None) if has_proximal else 0
-    order = [*range(scored, len(parts)), *range(scored)]  # of steps: it goes on where the passes before them end
-    others = learner.reference is not None
-    passes = [settings.epochs + others + (number < scored) for number in range(len(parts))]
+    scored = settings.scored_minibatches(len(parts))
+    order = [*range(scored, len(parts)), *range(scored)]  # of steps: the first one follows the last pass before them
+    reference_passes = int(learner.reference is not None)
+    passes = [settings.epochs + reference_passes + (number < scored) for number in range(len(parts))]
     normalizer = settings.loss.normalizer, settings.loss.normalizer_constant
     with learner.timeline.span("pack"):
         minibatches = sequence_packer.build_all(parts, *normalizer, passes)
@@ -121,9 +120,8 @@ def train_batch(
         learner.optimizer.restart_adam()
     steps: list[Metrics] = []
     for number in order * settings.epochs:
-        metrics, current = learner.train_step(
-            minibatches[number], before.get(number) if has_proximal else None, loss, reference[number], value_head_only
-        )
+        proximal = before.get(number) if settings.has_proximal_policy else None
+        metrics, current = learner.train_step(minibatches[number], proximal, loss, reference[number], value_head_only)
         if not steps:
             before.setdefault(number, current)
         steps.append(metrics)

@@ -83,6 +83,17 @@ def update(
     return train_batch(learner, packer, config, make_groups(config) if groups is None else groups, VERSION)
 
 
+def scored_operations(config: Config, platform: Any, groups: list[Group] | None = None) -> float:
+    """Operations, of this replica, of the pass before the first step of `update`: over the first of two minibatches."""
+    from megatron_webrl.trainer.data import batching
+    from megatron_webrl.trainer.main import make_sequence_packer
+
+    samples = batching.training_samples(make_groups(config) if groups is None else groups, config, VERSION)
+    seed, whole_groups = config.run.seed + VERSION, not config.trainer.without_baseline
+    first, _ = batching.minibatches(samples, config.trainer.minibatches, seed, whole_groups)
+    return sum(batch.operations for batch in make_sequence_packer(config, platform).build(first, "constant", 10))
+
+
 def save(learner: Any, config: Config, run_folder: Path, **state: Any) -> Path:
     from megatron_webrl.trainer.accounting import Accounting
     from megatron_webrl.trainer.checkpoint.checkpoint_files import latest_checkpoint

@@ -35,6 +35,7 @@ from tests.trainer.ranks import (
     process_groups,
     results,
     save,
+    scored_operations,
     update,
     weights_of,
 )
@@ -58,6 +59,7 @@ def _two_updates(config: Config, platform: Platform, run: Path) -> dict[str, Any
     """Two updates; rates of an update's steps; with another schedule, the next rate with and without a resume."""
     learner = make_learner(config, platform)
     found: dict[str, Any] = {"first": update(learner, config, platform)}
+    found["scored"] = scored_operations(config, platform)
     checkpoint = save(learner, config, run)
     found["second"] = update(learner, config, platform)
     found["no changes"] = load_learner(checkpoint, make_learner(config, platform, with_weights=False))
@@ -129,9 +131,11 @@ def test_an_update_counts_its_tokens_operations_and_clipped_gradients(found: lis
     (metrics, _), (single, gap) = replicas["first"], replicas["all"]
     assert metrics["gradient_norm"] > 0
     assert 0 < metrics["clipped"] < metrics["response_tokens"] < metrics["tokens"]
-    # Two epochs, and a pass for log-probabilities over about half of the tokens, a third of an epoch over them.
+    # Two epochs over the same tokens as one, and a pass for the log-probabilities of the minibatch that is second.
     assert metrics["tokens"] == 2 * single["tokens"]
-    assert metrics["operations"] == pytest.approx((2 + 1 / 6) * single["operations"], rel=0.03)
+    scored = sum(rank["scored"] for rank in found)
+    assert 0 < scored < single["operations"] / 3
+    assert metrics["operations"] == pytest.approx(2 * single["operations"] + scored, rel=1e-5)
     assert metrics["loss"] != replicas["second"][0]["loss"]
     assert single["clipped"] == single["clipped_logprob/count"] == 0  # a single step
     assert single["approx_kl"] == pytest.approx(0, abs=1e-6)

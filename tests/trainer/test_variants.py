@@ -38,6 +38,7 @@ from tests.trainer.ranks import (
     process_groups,
     results,
     save,
+    scored_operations,
     update,
     weights_of,
 )
@@ -93,6 +94,7 @@ def _variants(model: Path, platform: Platform) -> dict[str, Any]:
         steps = learner.optimizer.step_count
         metrics, _ = update(learner, config, platform, [group])
         found[name] = (learner.optimizer.step_count - steps, metrics)
+    found["scored"] = scored_operations(config, platform, [group])
     return found
 
 
@@ -191,11 +193,14 @@ def test_a_module_has_the_reference_weights_in_the_context_and_its_own_also_afte
 
 
 def test_only_a_loss_with_ratios_scores_first_and_only_a_baseline_keeps_groups_whole(found: Found) -> None:
-    variants = found("variants")
+    scored = (variants := found("variants")).pop("scored")
     assert {name: steps for name, (steps, _) in variants.items()} == {"grpo": 1, "raft": 2, "raft_plus_plus": 2}
-    passes = {name: metrics["operations"] / metrics["tokens"] for name, (_, metrics) in variants.items()}
-    assert passes["raft"] == pytest.approx(passes["grpo"], rel=1e-5)
-    assert passes["raft_plus_plus"] == pytest.approx((1 + 1 / 6) * passes["raft"], rel=0.06)  # a pass over half of it
+    operations = {name: metrics["operations"] for name, (_, metrics) in variants.items()}
+    tokens = {name: metrics["tokens"] for name, (_, metrics) in variants.items()}
+    assert operations["raft"] / tokens["raft"] == pytest.approx(operations["grpo"] / tokens["grpo"], rel=1e-5)
+    assert tokens["raft_plus_plus"] == tokens["raft"]
+    assert scored > 0
+    assert operations["raft_plus_plus"] == pytest.approx(operations["raft"] + scored, rel=1e-5)
     for totals in [*found("reference")["figures"], *(metrics for _, metrics in variants.values())]:
         assert undocumented(loss_metrics(totals)) == []
 
