@@ -219,6 +219,11 @@ class Config:
         return tuple(f"rollout-{worker}" for worker in range(self.rollout.engines))
 
     @property
+    def max_token_lag(self) -> int:
+        """trainer.loss.max_token_lag; 0 for a loss without it."""
+        return self.trainer.loss.max_token_lag if isinstance(self.trainer.loss, OffPolicyLossConfig) else 0
+
+    @property
     def staleness_limit(self) -> int:
         """Versions that the oldest token of a trained group may lag behind, by mode."""
         return {"async": self.rollout.max_staleness, "one_step_off": 1, "sync": 0}[self.rollout.mode]
@@ -424,8 +429,7 @@ def _check_batch(config: Config) -> None:
 
 def _check_loss(config: Config) -> None:
     loss, reward = config.trainer.loss, config.trainer.reward
-    oldest = config.staleness_limit + loss.oldest_replayed
-    max_token_lag = loss.max_token_lag if isinstance(loss, OffPolicyLossConfig) else 0
+    oldest, max_token_lag = config.staleness_limit + loss.oldest_replayed, config.max_token_lag
     if config.rollout.stale == "mask":
         if not max_token_lag:
             raise ConfigError(

@@ -169,7 +169,7 @@ def test_a_group_that_has_become_too_old_is_abandoned_and_replaced() -> None:
 
 
 def test_old_groups_are_masked_or_waited_for_instead() -> None:
-    """A group with a step of an hour: an update waits for it, or goes on, and most of its tokens are too old then."""
+    """A group with a step of an hour: an update waits for it, or does not, and most of its tokens are too old then."""
     steps = (*[StepWork(1.0, 1.0, 1, 5)] * 3, StepWork(1.0, 3600.0, 1, 5), StepWork(1.0, 1.0, 1, 5))
     work = RecordedWorkload(
         [EVEN.groups[0], GroupWork((EpisodeWork(0.0, steps),) * 2)], {0: 1, **dict.fromkeys(range(1, 999), 0)}

@@ -7,7 +7,6 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 
-from megatron_webrl.config.loss import OffPolicyLossConfig
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.connection import JobFailed
 from megatron_webrl.ring.record import FOLDER as DAMAGED_FOLDER
@@ -64,7 +63,7 @@ class GroupSource:
         self.records, self.config, self.resume_point, self.accounting = records, config, resume_point, accounting
         self.closed_tickets: set[int] = set()  # tickets trained or dropped in this restart epoch
         self.dropped_tickets = 0
-        # Version at which each ticket was issued whose group is neither dropped nor returned by wait_for_groups.
+        # Version at which each ticket was issued whose group is awaited.
         self.issued = dict.fromkeys(resume_point.surviving_tickets, resume_point.version)
         self.lost_tickets = 0  # open ones whose group cannot become complete
         self.episodes_by_worker: Counter[str] = Counter()  # episodes read, by worker instance
@@ -108,8 +107,6 @@ class GroupSource:
                 age = {ticket: self._decisive_version(self._groups[ticket]) or 0 for ticket in self._ready}
                 tickets = sorted(age, key=age.__getitem__)[:count]
                 self._in_use.update(tickets)
-                for ticket in tickets:
-                    self.issued.pop(ticket, None)
                 return [(self._groups.pop(t), self._ready.pop(t)) for t in tickets]
             now = time.monotonic()
             if without_engines < grace and not has_engines():
@@ -182,6 +179,7 @@ class GroupSource:
         """The group so far, in the order of its indices, and its sequences."""
         members = self._partial.pop(ticket)
         del self._partial_since[ticket]
+        self.issued.pop(ticket, None)
         sequences, trajectories = zip(*(members[index] for index in sorted(members)), strict=True)
         return Group(ticket, trajectories), list(sequences)
 
@@ -235,9 +233,7 @@ class GroupSource:
         return common if self.config.trainer.zero_variance_groups == "drop" else None
 
     def _stale(self, group: Group, version: int) -> bool:
-        limit, loss = self.config.staleness_limit, self.config.trainer.loss
-        if self._masks_old_tokens and isinstance(loss, OffPolicyLossConfig):
-            limit = loss.max_token_lag
+        limit = self.config.max_token_lag if self._masks_old_tokens else self.config.staleness_limit
         decisive = self._decisive_version(group)
         return decisive is not None and version - decisive > limit
 
@@ -261,7 +257,7 @@ class GroupSource:
         if self.config.rollout.stale != "wait" or self.lost_tickets:
             return False
         oldest = version + 1 - self.config.staleness_limit
-        return any(issued < oldest and ticket not in self._ready for ticket, issued in self.issued.items())
+        return any(issued < oldest for issued in self.issued.values())
 
     def oldest_version(self, trajectory: Trajectory) -> int | None:
         """The version of a trajectory's oldest token, as the resume point counts it; None if it is not trainable."""
@@ -273,7 +269,6 @@ class GroupSource:
             self._count(trajectory, reason if trajectory.trainable else mask_name(trajectory))
         self._selection.add(group, reason)
         self.closed_tickets.add(group.ticket)
-        self.issued.pop(group.ticket, None)
         self.dropped_tickets += 1
         self._acknowledge(sequences)
         self._on_close(group)
