@@ -341,7 +341,7 @@ class TransferLink:
     message_device: torch.device
     parameter_device: torch.device  # of this rank; not the messages' if weights travel through the host
     store: LinkFacts
-    group_store: Any  # the process group's own torch.distributed.Store
+    group_store: Any  # the process group's own torch.distributed.Store; None with shared memory
     process_group: Any  # None once the link is closed
     channel: Channel
     member_names: list[str] = field(default_factory=list)  # "host:pid" by rank
@@ -420,7 +420,7 @@ def join_link(
 
     def form() -> tuple[Any, Any, Channel]:
         if backend == "host" and (shared := open_shared_memory(scoped, rank, len(senders), members, seconds)):
-            return hosted, shared, shared
+            return None, shared, shared
         own = hosted or connect_group_store(json.loads(scoped.get(_STORE)), seconds)
         if backend == "nccl":
             group, stream = make_nccl_group(own, rank, size, len(senders), seconds, parameter_device)
@@ -474,8 +474,8 @@ def open_shared_memory(
             log.info("link without shared memory: not all of its processes see each other")
             return None
         return SharedMemoryChannel(pipes, dict(enumerate(processes)), sends=rank < senders)
-    except ProcessLookupError as error:
-        raise RuntimeError("a rank has ended") from error
+    except OSError as error:  # a rank has ended
+        raise RuntimeError(str(error)) from error
     finally:
         for file in files:
             os.close(file)

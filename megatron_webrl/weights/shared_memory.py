@@ -152,10 +152,9 @@ class SharedMemoryChannel:
 
     def _lost_peer(self) -> str | None:
         """Whether the peer of the next message has closed the link or, looked up now and then, has ended."""
-        now = time.monotonic()
         if not self._messages:
             return None
-        peer = self._messages[0].peer
+        peer, now = self._messages[0].peer, time.monotonic()
         if self._pipes[peer].closed:
             return "the connection was closed"
         if now < self._peer_checked_at + _PEER_CHECK_SECONDS:
