@@ -26,6 +26,6 @@ ENVIRONMENTS = (
 def page_address(environment: str) -> str:
     """Path and query of the page of an environment."""
     signs, *pages = re.findall(r"\d+", environment)
-    modes = {"&name": environment.startswith(NAME), "&match": environment.startswith(MATCH)}
-    end = "".join(mode for mode, holds in (modes | {"&hidden": environment.endswith(HIDDEN)}).items() if holds)
+    end = "&name" * environment.startswith(NAME) + "&match" * environment.startswith(MATCH)
+    end += "&hidden" * environment.endswith(HIDDEN)
     return f"{PATH}?signs={signs}&pages={''.join(pages) or 0}{end}"

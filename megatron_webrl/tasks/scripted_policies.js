@@ -409,7 +409,8 @@
   };
 
   // What ends an episode at once where that is not the Submit button: the second button without the first, a square
-  // without a look at the game, a note without a look at the sign (or a wrong button); behind an open calendar there is nothing to submit.
+  // without a look at the game, a note without a look at the sign, or a wrong sign's button; behind an open calendar
+  // there is nothing to submit.
   const ofOpenCalendar = () => shown('#ui-datepicker-div') ? {} : submit();
   const endings = {
     "click-button-sequence": () => ({element: $('#subbtn2')}),

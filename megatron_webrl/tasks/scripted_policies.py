@@ -45,8 +45,8 @@ def required_actions(environment: str) -> tuple[ActionKind, ...]:
 async def next_scripted_action(page: Page, environment: str, premature_submit: bool = False) -> Action:
     """The next action that solves the environment; `premature_submit`: what ends the episode, if the page has that.
 
-    A premature step of tic-tac-toe takes any free square, one of remember-sign-* notes any sign. Raises
-    ScriptedPolicyError, and KeyError without a script.
+    A premature step of tic-tac-toe takes any free square, one of remember-sign-* notes any sign, one
+    of match-sign-* presses a wrong one. Raises ScriptedPolicyError, and KeyError without a script.
     """
     script = _SCRIPTS[environment]
     target = f"premature('{script}')" if premature_submit else f"policies['{script}']()"

@@ -50,9 +50,8 @@ def sign_near(image: bytes, x: float, y: float, reach: float) -> str | None:
         for row, column in zip(rows.tolist(), columns.tolist(), strict=True):
             distance = ((column - x) ** 2 + (row - y) ** 2) ** 0.5
             if row >= FIRST_ROW and distance <= reach and (nearest is None or distance < nearest[0]):
-                whole = pixels[
-                    max(0, row - 8) : row + 9, max(0, column - 8) : column + 9
-                ]  # text is thinner than a sign
+                # Text is thinner than a sign.
+                whole = pixels[max(0, row - 8) : row + 9, max(0, column - 8) : column + 9]
                 if (np.abs(whole - colour).sum(-1) < 20).mean() > 0.25:
                     nearest = distance, name, (column, row)
     if nearest is None:
