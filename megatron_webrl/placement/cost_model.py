@@ -87,7 +87,7 @@ class StageCosts:
         backward["attention"] = BACKWARD_ATTENTION * forward["attention"]
         for kinds, is_backward in ((forward, False), (backward, True)):
             moved = sum(model.traffic(layer, shape, self.size, is_backward) for layer in self.layers)
-            kinds["other kernels"] = moved / split / rates.memory
+            kinds["other kernels"] = moved / split / rates.kernels
         return forward, backward
 
     def _added_gradients(self) -> float:
@@ -140,17 +140,19 @@ class StageCosts:
         if trainer.context_parallel > 1:  # queries, keys, values and the output go to the ranks of their heads
             width = 2 * (text.query_width + text.key_width) / trainer.tensor_parallel
             size = gathered_bytes(tokens * width * self.size, trainer.context_parallel)
-            result["context parallel"] = count * (self._move(size, self.split) + 3 * self.rates.collective_seconds)
+            each = 4 * self.rates.collective_seconds + size / self.rates.exchange(self.split, self.node)
+            result["context parallel"] = count * each
         if trainer.expert_parallel > 1:  # to the experts and back
             routed = tokens / trainer.tensor_parallel * text.num_experts_per_token * text.hidden_size * self.size
             size = gathered_bytes(routed, trainer.expert_parallel)
             ranks = trainer.expert_parallel * trainer.expert_tensor_parallel
             sparse = sum(text.sparse_layers[layer] for layer in self.layers)
-            result["expert parallel"] = 2 * sparse * self._move(size, ranks)
+            each = self.rates.collective_seconds + size / self.rates.exchange(ranks, self.node)
+            result["expert parallel"] = 2 * sparse * each
         return result
 
     def _move(self, size: float, ranks: int) -> float:
-        return self.rates.collective_seconds + size / self.rates.link(ranks, self.node)
+        return self.rates.collective_seconds + size / self.rates.ring(ranks, self.node)
 
     def _recomputed(
         self, forward: Mapping[str, float], exposed: Mapping[str, float]
@@ -221,12 +223,14 @@ class StateCosts:
 
     def reduce_seconds(self) -> float:
         """Reduce float32 gradients and gather the new weights; neither overlaps with computation (distributed.py)."""
-        rates, node = self.rates, self.config.trainer_gpus_per_node
-        total = 0.0
-        for parameters, ranks in ((self.dense, self.replicas), (self.experts, self.expert_copies)):
+        rates, node, trainer = self.rates, self.config.trainer_gpus_per_node, self.trainer
+        total, expert_ranks = 0.0, trainer.expert_parallel * trainer.expert_tensor_parallel
+        for parameters, ranks, stride in (
+            (self.dense, self.replicas, trainer.tensor_parallel), (self.experts, self.expert_copies, expert_ranks)
+        ):  # fmt: skip
             if ranks > 1 and parameters:
-                link = rates.link(self.config.trainer_world_size // self.trainer.pipeline_parallel, node)
-                total += gathered_bytes((4 + self.size) * parameters, ranks) / link + 2 * rates.collective_seconds
+                size = gathered_bytes((4 + self.size) * parameters, ranks)
+                total += size / rates.ring(ranks, node, stride) + 2 * rates.collective_seconds
         return total
 
     def step_seconds(self) -> float:
@@ -306,7 +310,7 @@ class EngineCosts:
         config, model, rates = self.config, self.model, self.rates
         node, width, total = config.engine_gpus_per_node, tokens * model.text.hidden_size * self.size, 0.0
         if self.tensor > 1:
-            sent = 2 * gathered_bytes(width, self.tensor) / rates.link(self.tensor, node)
+            sent = 2 * gathered_bytes(width, self.tensor) / rates.ring(self.tensor, node)
             total += 2 * model.layers * (rates.collective_seconds / 2 + sent)
         if (stages := config.rollout.pipeline_parallel) > 1:
             each = rates.collective_seconds + width / rates.link(config.ranks_per_engine, node)

@@ -1,7 +1,7 @@
 """Cards, and the rates at which they compute and move data, as shares of their peaks.
 
-The shares are assumptions for Hopper with the kernels that this trainer uses, not measured with it. Those of products
-and memory are usual for large shapes; tests/placement compares what follows with published measurements.
+The shares of the trainer's products, attention and kernels are those of passes on an H200 (docs/benchmarks.md), the
+others assumptions for Hopper; tests/placement compares what follows with that and with published measurements.
 """
 
 from __future__ import annotations
@@ -48,15 +48,16 @@ def find_card(device_name: str) -> Card | None:
 
 
 PEAK_SHARES = {
-    "products": 0.65,  # of thousands of rows in bfloat16
-    "attention": 0.35,  # FlashAttention 2, which torch's varlen_attn calls, causal
-    "vision_attention": 0.25,  # heads of 72 values, padded to 96 or 128
-    "grouped": 0.50,  # grouped products with many rows for each expert
+    "products": 0.75,  # of thousands of rows in bfloat16
+    "attention": 0.24,  # FlashAttention 2, which torch's varlen_attn calls, causal
+    "vision_attention": 0.32,  # heads of 72 values, padded to 96 or 128
+    "grouped": 0.39,  # grouped products with many rows for each expert
     "prefill": 0.55,  # an engine computes prompts
     "float32": 0.04,  # products without tensor cores, 6 to 7 % at most; 3.6 % on B200
 }
 GROUPED_HALF_ROWS = 64  # rows for each expert at which grouped products reach half of their rate
 MEMORY_SHARE = 0.80  # of the memory's bandwidth
+KERNEL_SHARE = 0.30  # of it, for a layer's norms, residuals, rotary embeddings and activation functions
 LINK_SHARE = 0.75  # of NVLink and network: NCCL with messages of megabytes
 COLLECTIVE_SECONDS = 20e-6  # of any collective: launch and synchronisation
 CHUNK_SECONDS = 40e-6  # of a chunk of each sequence in the delta rule: some ten small kernels in turn; assumed
@@ -74,6 +75,7 @@ class Rates:
     grouped: float  # grouped products of experts with many rows each
     prefill: float
     memory: float
+    kernels: float  # bytes per second of a layer's kernels that are no products
     nvlink: float
     network: float
     host: float  # bytes per second to the host's memory
@@ -89,6 +91,7 @@ class Rates:
         return cls(
             peak=peak,
             memory=MEMORY_SHARE * gb * card.memory_gb_per_second,
+            kernels=KERNEL_SHARE * gb * card.memory_gb_per_second,
             nvlink=LINK_SHARE * gb * card.nvlink_gb_per_second,
             network=LINK_SHARE * gb * card.network_gb_per_second,
             host=gb * HOST_GB_PER_SECOND,
@@ -100,8 +103,21 @@ class Rates:
         return self.grouped * rows / (rows + self.grouped_half_rows)
 
     def link(self, ranks: int, gpus_per_node: int) -> float:
-        """Bytes per second of a group of neighbouring ranks, NVLink inside a node and the network beyond it."""
+        """Bytes per second between two ranks of a group of neighbours: over the network if it spans nodes."""
         return self.nvlink if ranks <= max(1, gpus_per_node) else self.network
+
+    def ring(self, ranks: int, gpus_per_node: int, stride: int = 1) -> float:
+        """Bytes per second of each rank of a ring, whose ranks on a node use the network cards of all of them.
+
+        `stride`: ranks from one to the next.
+        """
+        neighbours = max(1, gpus_per_node // stride)
+        return self.nvlink if ranks <= neighbours else min(self.nvlink, neighbours * self.network)
+
+    def exchange(self, ranks: int, gpus_per_node: int) -> float:
+        """Bytes per second that each of neighbouring ranks sends to all others: NVLink for those of its node."""
+        inside = min(1.0, (max(1, gpus_per_node) - 1) / (ranks - 1))
+        return 1 / max(inside / self.nvlink, (1 - inside) / self.network)
 
 
 def gathered_bytes(size: float, ranks: int) -> float:

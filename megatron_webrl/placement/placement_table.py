@@ -13,6 +13,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.status import Status
 from rich.table import Table
 
 from megatron_webrl.config.load import parse_config
@@ -31,14 +32,9 @@ from megatron_webrl.placement.placement import (
     gpu_memory_share,
     place_processes,
 )
-from megatron_webrl.placement.prediction import (
-    EpisodeLengths,
-    Layout,
-    Prediction,
-    StartEstimate,
-    predict,
-    search_layouts,
-)
+from megatron_webrl.placement.prediction import EpisodeLengths, StartEstimate
+from megatron_webrl.placement.search import DIMENSIONS, Step, search
+from megatron_webrl.placement.throughput import Prediction, binding_limit, predict
 from megatron_webrl.util.text import count_noun
 
 
@@ -49,7 +45,7 @@ def show_placement(options: argparse.Namespace) -> int:
     missing here.
     """
     for name in ("card", "lengths", "search"):
-        if getattr(options, name) and not options.time:
+        if getattr(options, name) not in (None, []) and not options.time:
             raise ConfigError(f"--{name} is for --time; add --time")
     lengths, console = EpisodeLengths.from_words(options.lengths), Console(width=None if sys.stdout.isatty() else 140)
     config = parse_config(options.config, options.overrides)
@@ -77,12 +73,14 @@ def show_placement(options: argparse.Namespace) -> int:
         if options.time:
             card = CARDS[options.card or "H100"]
             predicted = predict(config, description, card, lengths)
-            print_prediction(predicted, console)
+            print_prediction(config, predicted, console)
             content["time"] = asdict(predicted)
-            if options.search > 0:
-                layouts, tried = search_layouts(config, description, card, lengths)
-                print_layouts(layouts, tried, options.search, console)
-                content["layouts"] = [layout.settings | {"seconds": layout.seconds} for layout in layouts]
+            if options.search is not None:
+                with Status("searching", console=Console(stderr=True)) as status:
+                    steps = search(config, description, card, lengths, options.search or DIMENSIONS,
+                                   lambda name: status.update(f"searching: {name.replace('_', ' ')}"))  # fmt: skip
+                print_search(steps, console)
+                content["search"] = [asdict(step) for step in steps]
     if options.json is not None:
         try:
             options.json.write_text(json.dumps(placement.to_json() | content, indent=1) + "\n")
@@ -171,9 +169,9 @@ def print_memory(config: Config, estimate: MemoryEstimate, console: Console) -> 
     console.print("estimate; docs/slurm.md lists its assumptions", style="dim")
 
 
-def print_prediction(prediction: Prediction, console: Console) -> None:
+def print_prediction(config: Config, prediction: Prediction, console: Console) -> None:
     """Print predicted times in at most 100 columns."""
-    training, generation = prediction.training, prediction.generation
+    training, generation, job = prediction.training, prediction.generation, prediction.job
     lines = []
     if training is not None:
         console.print(_parts_table(f"training, {prediction.card}", "s an update", training.parts))
@@ -195,30 +193,53 @@ def print_prediction(prediction: Prediction, console: Console) -> None:
         console.print(line, highlight=False)
     milliseconds = {name: 1000 * seconds for name, seconds in generation.parts.items()}
     console.print(_parts_table("generation", "ms a step of an episode", milliseconds))
-    for line in (
+    lines = [
         f"{generation.requests:.1f} requests an engine at a time, {1000 * generation.decode_seconds:.1f} ms a token, "
         f"prefix cache {generation.hit_rate:.0%} of {generation.prompt_tokens:,.0f} prompt tokens",
-        f"all engines {generation.response_tokens_per_second:,.0f} response tokens/s, the episodes of an update in "
-        f"{_number(generation.update_seconds)} s",
-        f"an update in mode async {_number(prediction.update_seconds)} s",
-    ):
-        console.print(line, highlight=False)
+        f"engines that never wait: {generation.response_tokens_per_second:,.0f} response tokens/s, the episodes of an "
+        f"update in {_number(generation.update_seconds)} s",
+    ]
+    if training is not None and job is not None:
+        trained = training.tokens * job.updates_per_hour / 3600 / prediction.gpus
+        lines += [
+            "",
+            f"the job: {job.per_hour:,.0f} trained trajectories/h, {prediction.per_gpu_hour:.1f} a GPU; "
+            f"{trained:,.0f} trained tokens/s a GPU, of all {prediction.gpus}",
+            f"an update every {_number(prediction.update_seconds)} s: the trainer waits for groups {job.waiting:.0%}, "
+            f"trains {job.training:.0%}, sends weights {job.syncing:.0%}, "
+            f"writes checkpoints {1 - job.waiting - job.training - job.syncing:.0%}",
+            f"engines have requests {1 - job.engines_idle:.0%} of the time and work at {job.engines_load:.0%} of their "
+            f"most; {job.wasted:.0%} of their tokens are dropped"
+            + (f", {job.masked:.0%} of the trained ones masked" if job.masked else ""),
+            f"trained episodes are {job.staleness:.1f} versions old, at most {job.staleness_max}",
+            f"limit: {binding_limit(config, prediction)}",
+        ]
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
     console.print("predicted, not measured; docs/scaling.md lists the assumptions", style="dim")
 
 
-def print_layouts(layouts: Sequence[Layout], tried: int, most: int, console: Console) -> None:
-    """Print the fastest layouts, `most` of them."""
-    table = _make_table("tp", "pp", "ep", "dp", "recompute", "tokens", "s an update", "MFU", "GiB", left="recompute")
-    for layout in layouts[:most]:
-        trainer, prediction = layout.config.trainer, layout.prediction
-        assert prediction.training is not None
-        sizes = trainer.tensor_parallel, trainer.pipeline_parallel, trainer.expert_parallel, trainer.data_parallel
+def print_search(steps: Sequence[Step], console: Console) -> None:
+    """Print what each changed setting gains, and all of them as overrides."""
+    columns = ("changed", "trajectories/h", "a GPU", "s an update", "trainer waits", "engines' load", "age", "MFU")
+    table, settings = _make_table(*columns, left="changed"), dict[str, Any]()
+    for step in steps:
+        settings |= step.changed
+        found = step.prediction
+        assert found.job is not None
+        assert found.training is not None
         table.add_row(
-            *map(str, sizes), trainer.recompute, str(trainer.tokens_per_microbatch), f"{layout.seconds:.1f}",
-            f"{prediction.training.mfu:.1%}", f"{prediction.trainer_gib:.0f}",
+            "\n".join(f"{name}={value}" for name, value in step.changed.items()) or "as configured",
+            f"{found.job.per_hour:,.0f}", f"{found.per_gpu_hour:.1f}", f"{found.update_seconds:.0f}",
+            f"{found.job.waiting:.0%}", f"{found.job.engines_load:.0%}", f"{found.job.staleness:.1f}",
+            f"{found.training.mfu:.0%}",
         )  # fmt: skip
     console.print(table)
-    console.print(f"{len(layouts)} of {tried} layouts fit; predicted, not measured", highlight=False)
+    first, last = steps[0].prediction.job, steps[-1].prediction.job
+    assert first is not None
+    assert last is not None
+    console.print(f"{last.per_hour / first.per_hour:.2f} times as many trajectories; predicted, not measured")
+    console.print(" ".join(f"{name}={value}" for name, value in settings.items()), soft_wrap=True, highlight=False)
 
 
 def _make_table(*columns: str, left: str = "") -> Table:
@@ -332,6 +353,8 @@ def add_placement(commands: Any) -> None:
         help=f"with --time: lengths of episodes: {', '.join(field.name for field in fields(EpisodeLengths))}",
     )  # fmt: skip
     placement.add_argument(
-        "--search", type=int, default=0, metavar="N", help="with --time: the N fastest layouts of the trainer that fit"
-    )
+        "--search", nargs="*", choices=(*DIMENSIONS, "batch"),
+        help="with --time: change one setting after the other to what trains most trajectories an hour; without a name "
+        "all but batch, which changes what an update learns from",
+    )  # fmt: skip
     placement.set_defaults(run=show_placement)

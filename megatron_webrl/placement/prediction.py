@@ -5,42 +5,48 @@ A checkpoint holds the optimizer, too, which a resumed job reads.
 
 from __future__ import annotations
 
-import copy
-import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.model.hf_config import has_experts
 from megatron_webrl.placement.cost_model import PARTS, EngineCosts, StageCosts, StateCosts
-from megatron_webrl.placement.hardware import Card, Rates
+from megatron_webrl.placement.hardware import Rates
 from megatron_webrl.placement.memory_estimate import (
     DTYPE_BYTES,
     GIB,
     OPTIMIZER_BYTES,
-    check_memory,
-    check_parallel_layout,
-    estimate_memory,
     resolve_automatic,
 )
 from megatron_webrl.placement.model_shape import MicrobatchShape, ModelShape
 
 PACKED_SHARE = 0.95  # of trainer.tokens_per_microbatch that packing fills
+_LEAST = {"success": 0.001, "success_concentration": 0.01, "response_sigma": 0.0, "browser_sigma": 0.0,
+          "browser_seconds": 0.01, "browser_cpu_seconds": 0.0}  # fmt: skip
+_MOST = {"success": 0.999}
 
 
 @dataclass(frozen=True)
 class EpisodeLengths:
-    """Lengths of episodes. Defaults: AsyncWebRL, arXiv 2606.05597, and a page of 1280x768 for Qwen3-VL."""
+    """Lengths of episodes, means where nothing else is said.
 
-    steps: float = 9.0  # of an episode: 5.1 of a success, 12.5 of a failure
+    Defaults: AsyncWebRL, arXiv 2606.05597, browsers of WebGym, arXiv 2601.02439, and a page of 1280x768 for Qwen3-VL.
+    """
+
+    success: float = 0.454  # share of sampled episodes that succeed
+    success_concentration: float = 1.0  # of tasks' success, Beta: the sum of both parameters; small: all or nothing
+    steps_of_success: float = 5.1
+    steps_of_failure: float = 12.5
     response_tokens: float = 240.0  # of a step
+    response_sigma: float = 0.5  # of their logarithm; assumed
     screenshot_tokens: int = 960
     system_tokens: float = 1000.0  # system prompt, tool schema and task, the same in all steps of a group; assumed
     turn_tokens: float = 150.0  # text of a turn around its screenshot; assumed
-    browser_seconds: float = 6.6  # of a step: log-normal, median 4 s and sigma 1 (docs/scaling.md)
+    browser_seconds: float = 6.6  # of a step or a reset, log-normal: a median of 4 s waits 3 s for a page and 1 s more
+    browser_sigma: float = 1.0  # of their logarithm
+    browser_cpu_seconds: float = 0.079  # core-seconds of a step: docs/benchmarks.md, Browsers
 
     @classmethod
     def from_words(cls, words: Sequence[str]) -> EpisodeLengths:
@@ -54,9 +60,17 @@ class EpisodeLengths:
                 lengths[name] = type(lengths[name])(text)
             except ValueError:
                 raise ConfigError(f"--lengths {word}: {text!r} is no number") from None
-            if not 1 <= lengths[name] < math.inf:
-                raise ConfigError(f"--lengths {word}: the least is 1")
+            least, most = _LEAST.get(name, 1.0), _MOST.get(name, math.inf)
+            if not least <= lengths[name] <= most or lengths[name] == math.inf:
+                raise ConfigError(
+                    f"--lengths {word}: the least is {least:g}" + (f", the most {most:g}" if name in _MOST else "")
+                )
         return cls(**lengths)
+
+    @property
+    def steps(self) -> float:
+        """Of a sampled episode."""
+        return self.success * self.steps_of_success + (1 - self.success) * self.steps_of_failure
 
     def rounds(self, config: Config) -> float:
         """Screenshots of a prompt, mean over the steps of an episode of the mean length."""
@@ -204,6 +218,39 @@ BISECTIONS = 60
 
 
 @dataclass(frozen=True)
+class EngineStep:
+    """What a mean step of an episode asks of its engine."""
+
+    engine: EngineCosts
+    prompt: float  # tokens
+    cached: float  # of them, in the prefix cache
+    response: float
+    blocking: Mapping[str, float]  # seconds by part, in which no other request advances
+
+    @classmethod
+    def of_config(
+        cls, config: Config, description: Mapping[str, Any], rates: Rates, lengths: EpisodeLengths
+    ) -> EngineStep:
+        model = ModelShape.from_description(description)
+        engine, prompt = EngineCosts(config, model, rates), lengths.prompt_tokens(config)
+        cached = _cached_tokens(config, lengths, prompt)
+        blocking = {
+            "prefill": engine.prefill(prompt - cached, cached),
+            "images": engine.image(lengths.screenshot_tokens * model.merge),  # features of earlier ones are kept
+        }
+        return cls(engine, prompt, cached, lengths.response_tokens, blocking)
+
+    @property
+    def context(self) -> float:
+        """Tokens of a request, mean over its response."""
+        return self.prompt + self.response / 2
+
+    def seconds(self, requests: float) -> float:
+        """Of each of so many requests that the engine computes at a time."""
+        return requests * sum(self.blocking.values()) + self.response * self.engine.decode(requests, self.context)
+
+
+@dataclass(frozen=True)
 class GenerationPrediction:
     """Engines that generate an update's episodes without a pause."""
 
@@ -229,35 +276,18 @@ def predict_generation(
     Between two requests an episode spends `lengths.browser_seconds` in its browser: an engine computes as many requests
     at a time as make generation and browsers balance.
     """
-    model, rollout = ModelShape.from_description(description), config.rollout
-    engine = EngineCosts(config, model, rates)
-    prompt, response = lengths.prompt_tokens(config), lengths.response_tokens
-    cached = _cached_tokens(config, lengths, prompt)
-    context = prompt + response / 2
-    parts = {
-        "prefill": engine.prefill(prompt - cached, cached),
-        "images": engine.image(
-            lengths.screenshot_tokens * model.merge
-        ),  # the engine keeps the features of earlier ones
-    }
-    blocking = sum(parts.values())  # of the engine, during which no other request advances
+    rollout, step = config.rollout, EngineStep.of_config(config, description, rates, lengths)
     episodes = rollout.groups_in_flight * rollout.group_size
-
-    def per_step(requests: float) -> float:
-        """Seconds of the engine for one step of one episode, with so many requests at a time."""
-        return blocking + response * engine.decode(requests, context) / requests
-
-    # With R of N episodes in the engine, each step takes R x per_step(R) in it and browser_seconds outside of it.
+    # With R of N episodes in the engine, each step takes seconds(R) in it and browser_seconds outside of it.
     low, high = 1e-3, float(min(episodes, config.requests_per_engine))
-    if high * per_step(high) * (episodes / high - 1) < lengths.browser_seconds:
+    if step.seconds(high) * (episodes / high - 1) < lengths.browser_seconds:
         for _ in range(BISECTIONS):
             middle = (low + high) / 2
-            inside = middle * per_step(middle)
-            enters = (episodes - middle) * inside > middle * lengths.browser_seconds  # more wait for the engine
+            enters = (episodes - middle) * step.seconds(middle) > middle * lengths.browser_seconds  # more wait for it
             low, high = (middle, high) if enters else (low, middle)
     requests = max(high, 1e-3)
-    seconds = engine.decode(max(requests, 1.0), context)
-    parts["decode"] = response * seconds / max(requests, 1.0)
+    seconds = step.engine.decode(max(requests, 1.0), step.context)
+    parts = {**step.blocking, "decode": step.response * seconds / max(requests, 1.0)}
     busy = sum(parts.values())
     # A single request leaves the engine idle in between.
     each = max(busy, (busy + lengths.browser_seconds) / episodes)
@@ -266,9 +296,9 @@ def predict_generation(
         parts=parts,
         requests=requests,
         decode_seconds=seconds,
-        hit_rate=cached / prompt,
-        prompt_tokens=prompt,
-        response_tokens_per_second=response * max(1, rollout.engines) / each,
+        hit_rate=step.cached / step.prompt,
+        prompt_tokens=step.prompt,
+        response_tokens_per_second=step.response * max(1, rollout.engines) / each,
         update_seconds=update,
     )
 
@@ -287,112 +317,6 @@ def _cached_tokens(config: Config, lengths: EpisodeLengths, prompt: float) -> fl
         return (1 - full) * (prompt - turn) + full * min(prompt, lengths.system_tokens)
     growing = (most - 1) / lengths.steps  # share of steps whose prompt extends the one before
     return growing * max(lengths.system_tokens, prompt - turn) + (1 - growing) * lengths.system_tokens
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """Trainer, engines and memory of a configuration."""
-
-    card: str
-    training: TrainingPrediction | None  # None without a trainer
-    generation: GenerationPrediction
-    trainer_gib: float  # of the GPU that needs most
-    engine_gib: float
-
-    @property
-    def update_seconds(self) -> float:
-        """Wall clock of an update in mode async: the slower of trainer with weight sync, and engines."""
-        if self.training is None:
-            return self.generation.update_seconds
-        return max(self.training.train_seconds + self.training.sync_seconds, self.generation.update_seconds)
-
-
-def predict(config: Config, description: Mapping[str, Any], card: Card, lengths: EpisodeLengths) -> Prediction:
-    """Predict a configuration. `description`: the model's config.json.
-
-    Raises ConfigError without GPUs, in float32, or if the mean sequence exceeds trainer.tokens_per_microbatch.
-    """
-    if not config.cluster.gpus_per_node:
-        raise ConfigError("a prediction needs GPUs, but cluster.gpus_per_node=0; set it")
-    if config.model.dtype != "bfloat16":
-        raise ConfigError(f"model.dtype={config.model.dtype} has no prediction: cards' rates are those of bfloat16")
-    rates, estimate = Rates.of_card(card), estimate_memory(config, description)
-    return Prediction(
-        card=card.name,
-        training=predict_training(config, description, rates, lengths) if config.trainer_world_size else None,
-        generation=predict_generation(config, description, rates, lengths),
-        trainer_gib=max((use.total for use in estimate.trainer), default=0) / GIB,
-        engine_gib=estimate.engine.total / GIB,
-    )
-
-
-SIZES = (1, 2, 4, 8, 16, 32)
-RECOMPUTE = ("none", "selective", "full")
-SEQUENCE_SHARES = (1.0, 1.5, 2.0, 3.0)  # tokens of a micro-batch, over rollout.max_model_len
-
-
-@dataclass(frozen=True)
-class Layout:
-    """A layout that fits, with its prediction."""
-
-    config: Config
-    prediction: Prediction
-
-    @property
-    def seconds(self) -> float:
-        """What training and weight sync of an update take; layouts are compared by it."""
-        training = self.prediction.training
-        assert training is not None
-        return training.train_seconds + training.sync_seconds
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The searched settings of trainer.*."""
-        trainer = self.config.trainer
-        names = ("tensor_parallel", "pipeline_parallel", "expert_parallel", "recompute", "tokens_per_microbatch")
-        return {name: getattr(trainer, name) for name in names}
-
-
-def search_layouts(
-    config: Config, description: Mapping[str, Any], card: Card, lengths: EpisodeLengths
-) -> tuple[list[Layout], int]:
-    """The layouts of the trainer on the GPUs that `config` gives it, fastest first, and the number of those tried.
-
-    Engines and batch stay.
-
-    A layout fits if the model can be split so, tensor-parallel groups lie inside nodes, and `webrl placement --memory`
-    accepts it. Raises ConfigError without a trainer.
-    """
-    if not config.trainer_world_size:
-        raise ConfigError("a search needs a trainer, but evaluation.only=true; set it to false")
-    layouts, tried = [], 0
-    for candidate in _candidates(config, description):
-        tried += 1
-        try:
-            check_parallel_layout(candidate, dict(description))
-            check_memory(candidate, estimate_memory(candidate, description))
-            layouts.append(Layout(candidate, predict(candidate, description, card, lengths)))
-        except ConfigError:
-            continue
-    return sorted(layouts, key=lambda layout: layout.seconds), tried
-
-
-def _candidates(config: Config, description: Mapping[str, Any]) -> Iterator[Config]:
-    world, node = config.trainer_world_size, config.trainer_gpus_per_node
-    for tensor, pipeline, expert, recompute, share in itertools.product(
-        SIZES, SIZES, SIZES if has_experts(description) else (1,), RECOMPUTE, SEQUENCE_SHARES
-    ):
-        replica = tensor * pipeline * config.trainer.context_parallel
-        if world % replica or node % tensor or (world // pipeline) % expert:
-            continue
-        candidate = copy.deepcopy(config)
-        trainer = candidate.trainer
-        trainer.tensor_parallel, trainer.pipeline_parallel, trainer.expert_parallel = tensor, pipeline, expert
-        trainer.data_parallel, trainer.recompute = world // replica, recompute
-        trainer.tokens_per_microbatch = int(share * config.rollout.max_model_len)
-        if pipeline == 1:
-            trainer.virtual_pipeline = 1
-        yield candidate
 
 
 OTHER_SECONDS = 300.0  # of a start without reading: imports, communicators, compilation, captured graphs

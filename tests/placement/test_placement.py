@@ -22,8 +22,10 @@ from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.launch.local import run_here
 from megatron_webrl.launch.roles import process_specs
 from megatron_webrl.placement.cores import format_cores, parse_cores
+from megatron_webrl.placement.hardware import CARDS, Rates
 from megatron_webrl.placement.placement import place_processes, visible_devices
-from megatron_webrl.placement.prediction import StartEstimate
+from megatron_webrl.placement.placement_table import find_model_config
+from megatron_webrl.placement.prediction import EpisodeLengths, StartEstimate, predict_training
 from tests.config.conftest import refusal
 
 ROOT = Path(__file__).parents[2]
@@ -197,7 +199,7 @@ def test_every_configuration_for_a_cluster_fits_its_machines_and_cards_and_has_t
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page, config, file = (ROOT / "docs" / "slurm.md").read_text(), parse_config(path), tmp_path / "placement.json"
-    assert main(["placement", str(path), "--memory", "--time", "--json", str(file)]) == 0
+    assert main(["placement", str(path), "--memory", "--json", str(file)]) == 0
     shown, written = capsys.readouterr().out, json.loads(file.read_text())
     assert "too much" not in shown
     assert "copies of the model" in shown
@@ -217,11 +219,9 @@ def test_every_configuration_for_a_cluster_fits_its_machines_and_cards_and_has_t
     assert "is short" not in "".join(starts)
     assert written["start"]["resumed_bytes"] == 7 * written["start"]["new_bytes"]
     assert path.stem != "235b_a22b_32node" or "\n".join(starts) in page
-    training = written["time"]["training"]
-    mfu = training["operations"] / sum(training["parts"].values()) / training["ranks"] / 989e12
-    assert f"MFU {mfu:.1%}" in shown
-    assert 0.03 < mfu < 0.55
-    assert written["time"]["trainer_gib"] < 80
+    assert most < 80 * 2**30
+    training = predict_training(config, find_model_config(config) or {}, Rates.of_card(CARDS["H100"]), EpisodeLengths())
+    assert 0.03 < training.mfu < 0.55
 
 
 def estimate(parameters: int, *overrides: str) -> tuple[StartEstimate, list[str]]:

@@ -1,23 +1,18 @@
-"""Runs as their files tell of them, simulated and compared; clusters predicted, and the page that shows them."""
+"""Runs as their files tell of them, simulated and compared."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from megatron_webrl.config.load import parse_config
-from megatron_webrl.placement.hardware import CARDS
+from megatron_webrl.placement.simulation import ProcessorSharingServer, SimulatedClock, linear_slowdown
 from megatron_webrl.track.episodes import EpisodeLog, read_lines
 from tests.tools.written_runs import Timed, update, write_episode, write_run
 from tools import simulate_cluster
-from tools.cluster import comparison, prediction, timeline
-from tools.cluster.simulation import ProcessorSharingServer, SimulatedClock, engine_rate
-
-PAGE = Path(__file__).parents[2] / "docs" / "scaling.md"
+from tools.cluster import comparison, timeline
 
 
 def a_synchronous_run(folder: Path) -> Path:
@@ -37,7 +32,7 @@ def a_synchronous_run(folder: Path) -> Path:
 
 def test_a_run_is_simulated_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = a_synchronous_run(tmp_path / "even")
-    assert simulate_cluster.main(["check", str(run), "--seeds", "2"]) == 0
+    assert simulate_cluster.main([str(run), "--seeds", "2"]) == 0
     shown = capsys.readouterr().out
     assert "even: sync, free" in shown
     assert "all agree" in shown
@@ -72,7 +67,7 @@ def test_groups_keep_their_fates(tmp_path: Path) -> None:
 def requests_of_an_engine(serial: float, training: list[timeline.TimeSpan]) -> list[Timed]:
     """Episodes that an engine served, with a token a second for a lone request, half as fast beside training."""
     clock, rng = SimulatedClock(), np.random.default_rng(0)
-    engine = ProcessorSharingServer(clock, engine_rate(serial))
+    engine = ProcessorSharingServer(clock, lambda count: 1 / linear_slowdown(serial)(count))
     found: list[Timed] = []
     for begin, end in training:
         clock.call_at(begin, lambda: engine.set_speed(0.5))
@@ -150,84 +145,8 @@ def test_runs_that_cannot_be_simulated_are_refused_in_one_line(
     for number, (config, count, message) in enumerate(changed):
         lines = [update(n + 1, 100.0 + n, wait=0.1, train=0.1, sync=0.1, pause=0.1) for n in range(count)]
         write_run(tmp_path / str(number), lines, config)
-        assert simulate_cluster.main(["check", str(tmp_path / str(number))]) == 2
+        assert simulate_cluster.main([str(tmp_path / str(number))]) == 2
         [error] = capsys.readouterr().err.splitlines()
         assert error.startswith("simulate_cluster: ")
         assert message in error
-    assert simulate_cluster.main(["check", str(tmp_path / "missing")]) == 2
-
-
-# -- predictions -----------------------------------------------------------------------------------
-
-TINY = ("gpus=3", "batch=8", "agents=16")
-
-
-def test_the_work_is_as_the_inputs_say() -> None:
-    given = prediction.SimulationInputs()
-    drawn = [prediction.RandomWorkload(given).draw(seed, np.random.default_rng(seed)) for seed in range(500)]
-    episodes = [episode for group in drawn for episode in group.episodes]
-    steps = [step for episode in episodes for step in episode.steps]
-    assert np.mean([step.response for step in steps]) == pytest.approx(given.response, rel=0.03)
-    assert np.median([step.browser for step in steps]) == pytest.approx(given.browser_seconds, rel=0.06)
-    assert max(step.browser for step in steps) <= given.browser_limit
-    lengths = np.array([len(episode.steps) for episode in episodes])
-    # Failures of 12.5 steps; a geometric length of 5.1 cut off at 10 has a mean of 4.5.
-    assert lengths.mean() == pytest.approx(0.546 * 12.5 + 0.454 * 4.5, rel=0.06)
-    assert {group.drop_reason for group in drawn} == {None, "all_succeeded", "all_failed"}
-    kept = prediction.RandomWorkload(replace(given, drop_zero_variance=0))
-    assert {kept.draw(seed, np.random.default_rng(seed)).drop_reason for seed in range(50)} == {None}
-
-
-def test_the_speed_of_a_simulation_comes_from_the_cost_model() -> None:
-    published, path = prediction.SimulationInputs(), str(PAGE.parents[1] / "configs" / "8b_1node.yaml")
-    found = prediction.from_cost_model(published, parse_config(path, []), CARDS["H100"])
-    for name in ("token_seconds", "prefill_tokens_per_second", "train_tokens_per_second", "weights_gb"):
-        assert getattr(found, name) == pytest.approx(getattr(published, name), rel=0.25), name
-    assert found.token_seconds_per_request > 0
-    with pytest.raises(ValueError, match="tensor_parallel x pipeline_parallel = 2"):
-        prediction.from_cost_model(published, parse_config(path, ["rollout.tensor_parallel=2"]), CARDS["H100"])
-
-
-def test_the_command_predicts_and_writes_between_the_marks_of_a_page(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    page = tmp_path / "page.md"
-    before, after = f"before\n\n{prediction.BEGIN_MARKER}\n", f"{prediction.END_MARKER}\n\nafter\n"
-    page.write_text(f"{before}old\n{after}")
-    words = ["predict", "--quick", "--nodes", "1", "--set", *TINY, "browser_seconds=2", "--write", str(page)]
-    assert simulate_cluster.main(words) == 0
-    shown, text = capsys.readouterr().out, page.read_text()
-    assert "not measured" in shown
-    assert text.startswith(f"{before}\nRecommended: 1 nodes: ")
-    assert text.endswith(f"\n\n{after}")
-    assert "old" not in text
-    assert "| 2:1 |" in text.replace("**", "")
-    assert "| `browser_seconds` | 2 |" in text
-    assert text.removeprefix(before).removesuffix(after).strip() in shown
-
-
-def test_inputs_out_of_range_are_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    for option, value, message in (
-        ("--set", "browsers=1", "'browsers' is no input"),
-        ("--set", "browser_seconds=fast", "'browser_seconds=fast' is not name=value with a number"),
-        ("--set", "gpus=2.5", "gpus=2.5 is no int of at least 2"),
-        ("--set", "browser_seconds=nan", "browser_seconds=nan is no float"),
-        ("--set", "batch=12", "batch=12 is no multiple of group_size=8"),
-        ("--set", "success=1", "success=1 is not between 0 and 1"),
-        ("--set", "hard_share=0.9", "medium_share=0.15 and hard_share=0.9 are more than all tasks"),
-        ("--write", "missing.md", "missing.md"),
-    ):
-        assert simulate_cluster.main(["predict", "--quick", option, value]) == 2
-        [error] = capsys.readouterr().err.splitlines()
-        assert error.startswith("simulate_cluster: ")
-        assert message in error
-
-
-def test_the_page_shows_what_the_inputs_give() -> None:
-    text, given = PAGE.read_text(), prediction.SimulationInputs()
-    rows = ["| " + " | ".join(row) + " |" for row in prediction.input_rows(given)]
-    assert "\n".join(rows) in text, "write docs/scaling.md again: python -m tools.simulate_cluster predict --write ..."
-    # One of the simulations of the page, the quickest.
-    found = prediction.predict_cluster(given, prediction.colocated_split(8, 8), "sync", "lockstep", prediction.FULL)
-    _, where, rate, *_ = prediction.mode_row(found, found)
-    assert f"| `sync`, lockstep | {where} | {rate} |" in text
+    assert simulate_cluster.main([str(tmp_path / "missing")]) == 2

@@ -12,18 +12,19 @@ from typing import Any
 
 from megatron_webrl.config.load import parse_config as read_config
 from megatron_webrl.config.schema import Config
-from megatron_webrl.track import episodes, summary
-from megatron_webrl.types import TRAINABLE_OUTCOMES
-from tools.cluster import timeline
-from tools.cluster.simulation import (
+from megatron_webrl.placement.simulation import (
     EpisodeWork,
     GroupWork,
     RecordedWorkload,
     SimulationSettings,
     StepWork,
     UpdateTimes,
+    linear_slowdown,
     simulate,
 )
+from megatron_webrl.track import episodes, summary
+from megatron_webrl.types import TRAINABLE_OUTCOMES
+from tools.cluster import timeline
 
 WARMUP_UPDATES = 1  # the first update waits for engines and pages to start
 ZERO_VARIANCE_DISPOSITIONS = ("all_failed", "all_succeeded", "zero_variance")
@@ -48,6 +49,7 @@ class MeasuredRun:
 
     name: str
     settings: SimulationSettings
+    serial: float  # fraction of a request's work that the engine does one request at a time
     workload: RecordedWorkload
     cycles: tuple[UpdateTimes, ...]
     figures: RunFigures
@@ -84,12 +86,13 @@ def read_run(folder: Path) -> MeasuredRun:
         groups_in_flight=config.rollout.groups_in_flight,
         engines=config.rollout.engines,
         updates=len(updates),
-        serial=engine.serial,
+        slowdown=linear_slowdown(engine.serial),
         overlap=engine.overlap,
         warmup_updates=WARMUP_UPDATES,
     )
     workload = _workload(placed, engine.request_work.tolist(), config.trainer.zero_variance_groups == "drop")
-    return MeasuredRun(folder.name, settings, workload, _cycles(updates, lines), _figures(updates, lines))
+    cycles, figures = _cycles(updates, lines), _figures(updates, lines)
+    return MeasuredRun(folder.name, settings, engine.serial, workload, cycles, figures)
 
 
 def _check_run(folder: Path, config: Config, updates: Sequence[Update], lines: Sequence[timeline.EpisodeLine]) -> None:

@@ -41,8 +41,8 @@ H100 = Rates.of_card(CARDS["H100"])
 EIGHT = ModelShape.from_description(parameter_counts.config_sections("8B"))
 # Each rate is so that its part of the model below is easy to compute by hand.
 PLAIN = Rates(
-    peak=1e6, products=1e6, attention=1e6, vision_attention=1e6, grouped=1e6, prefill=1e6, memory=1e6, nvlink=1e6,
-    network=1e5, collective_seconds=0.0, host=1e6, float32=1e6, chunk_seconds=0.0, grouped_half_rows=0.0,
+    peak=1e6, products=1e6, attention=1e6, vision_attention=1e6, grouped=1e6, prefill=1e6, memory=1e6, kernels=1e6,
+    nvlink=1e6, network=1e5, collective_seconds=0.0, host=1e6, float32=1e6, chunk_seconds=0.0, grouped_half_rows=0.0,
 )  # fmt: skip
 TINY: dict[str, Any] = {
     "model_type": "qwen3_vl",
@@ -144,7 +144,13 @@ def test_collectives_travel_over_the_network_beyond_a_node() -> None:
         predicted("30B-A3B", "cluster.nodes=4", f"trainer.expert_parallel={size}").parts["expert parallel"]
         for size in (4, 8)
     )
-    assert 450 / 50 < beyond / inside < 450 / 50 * (7 / 8) / (3 / 4) * 1.01
+    # Three of four ranks are of the own node, or three of seven others; those get their part over the network.
+    assert beyond / inside == pytest.approx((4 / 8) / 50 / ((3 / 4) / 450), rel=0.03)  # and 20 microseconds
+
+
+def test_a_ring_uses_the_network_cards_of_all_its_ranks_on_a_node() -> None:
+    found = [H100.ring(ranks, 4, stride) / H100.network for ranks, stride in ((8, 1), (8, 2), (8, 4), (2, 2))]
+    assert found == pytest.approx([4, 2, 1, H100.nvlink / H100.network])
 
 
 def test_gradients_travel_only_between_replicas() -> None:

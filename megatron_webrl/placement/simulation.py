@@ -18,9 +18,12 @@ import numpy as np
 from megatron_webrl.control.client import ticket_limit
 
 UNLIMITED_CORES = 10**9
+MOST_REQUESTS = 1024  # of an engine, for its most throughput
 MAX_DROPPED_GROUPS = 10_000  # in a row, after which the simulation gives an error
 
 Call = Callable[[], None]
+Slowdown = Callable[[int], float]
+"""How many times as long each of n requests takes in an engine as alone."""
 
 # -- what is simulated ---------------------------------------------------------------------------
 
@@ -81,6 +84,7 @@ class UpdateTimes:
     sync: float  # seconds: weights to the engines
     pause: float  # the last part of sync, in which the engines are paused
     other: float = 0.0  # seconds from the update's record to the next wait: accounting, checkpoints
+    steps: float = 0.0  # seconds of training that no token changes: optimizer steps
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,7 @@ class SimulationSettings:
     stale: str = "drop"  # rollout.stale
     max_token_lag: int = 0  # versions, of trained tokens with stale="mask"
     stepping: str = "free"
-    serial: float = 0.0  # fraction of a request's work that an engine does one request at a time
+    slowdown: Slowdown = lambda _: 1.0  # of each of n requests of an engine
     overlap: float = 1.0  # relative engine speed while the trainer trains; below 1 if they share processors
     nodes: int = 1
     cores: int = UNLIMITED_CORES  # per node, for browsers
@@ -126,6 +130,8 @@ class SimulationResult:
     syncing: float
     engines_idle: float  # fraction of time in which an engine has no request
     engines_load: float  # fraction of the throughput of saturated engines
+    slots_used: float  # fraction of the groups that workers may run at a time
+    cores_used: float  # fraction of the browsers' cores
     wasted: float  # fraction of response tokens of closed episodes that were not trained, whole run
     masked: float  # fraction of response tokens of trained episodes that are too old, whole run
     trained: int  # episodes, whole run
@@ -248,13 +254,17 @@ class ProcessorSharingServer:
             call()
 
 
-def engine_rate(serial: float) -> Callable[[int], float]:
-    """Work per second of each of n requests of an engine: 1 for a single request, 1 / (1 + (n - 1) serial) for n.
+def linear_slowdown(serial: float) -> Slowdown:
+    """An iteration of the engine takes the same time for one request as for many, except for the serial fraction.
 
-    An iteration of the engine takes the same time for one request as for many, except for the serial fraction, which
-    it repeats for each of them: prefill, and a little of every token.
+    It repeats that for each of them: prefill, and a little of every token.
     """
-    return lambda count: 1 / (1 + (count - 1) * serial)
+    return lambda count: 1 + (count - 1) * serial
+
+
+def saturated_rate(slowdown: Slowdown) -> float:
+    """The most that an engine does at a time: requests' work per second, each of one second alone."""
+    return max(count / slowdown(count) for count in range(1, MOST_REQUESTS + 1))
 
 
 def core_rate(cores: int) -> Callable[[int], float]:
@@ -315,7 +325,7 @@ class SimulatedWorker:
     """One engine, its running groups, and the cores of its node."""
 
     def __init__(self, clock: SimulatedClock, settings: SimulationSettings, cores: ProcessorSharingServer) -> None:
-        self.engine = ProcessorSharingServer(clock, engine_rate(settings.serial))
+        self.engine = ProcessorSharingServer(clock, lambda count: 1 / settings.slowdown(count))
         self.cores = cores
         self.groups: dict[SimulatedGroup, None] = {}
         self.stepping = SimulatedRounds(settings.stepping == "free")
@@ -420,11 +430,13 @@ class SimulatedRollout:
         """`arrived` is called with every finished group."""
         self.clock, self.version = clock, 0
         self.started_episodes = 0
+        self.group_seconds = 0.0  # of running groups
+        self._running, self._since = 0, 0.0  # groups, and the moment until which they are counted
         self._settings, self._workload, self._seed, self._arrived = settings, workload, seed, arrived
         self._rng = np.random.default_rng(seed)
-        nodes = [ProcessorSharingServer(clock, core_rate(settings.cores)) for _ in range(settings.nodes)]
+        self.cores = [ProcessorSharingServer(clock, core_rate(settings.cores)) for _ in range(settings.nodes)]
         share = -(-settings.engines // settings.nodes)
-        self.workers = [SimulatedWorker(clock, settings, nodes[n // share]) for n in range(settings.engines)]
+        self.workers = [SimulatedWorker(clock, settings, self.cores[n // share]) for n in range(settings.engines)]
         self._claimed = self._limit = 0
 
     def set_ticket_limit(self, limit: int) -> None:
@@ -446,10 +458,21 @@ class SimulatedRollout:
         for worker in self.workers:
             worker.engine.set_speed(speed)
 
+    def update_totals(self) -> None:
+        """Update the totals to this moment, those of the servers too."""
+        self._count(0)
+        for server in (*self.cores, *(worker.engine for worker in self.workers)):
+            server.update_totals()
+
     def group_ended(self, group: SimulatedGroup) -> None:
         """Hand over a finished group and start new ones in its place."""
+        self._count(-1)
         self._arrived(group)
         self._claim_tickets()
+
+    def _count(self, change: int) -> None:
+        self.group_seconds += self._running * (self.clock.now - self._since)
+        self._running, self._since = self._running + change, self.clock.now
 
     def _claim_tickets(self) -> None:
         """Let the workers claim tickets in random order, each at most its share of the free ones."""
@@ -470,6 +493,7 @@ class SimulatedRollout:
         self._claimed += 1
         self.started_episodes += len(group.agents)
         worker.groups[group] = None
+        self._count(1)
         for agent in group.agents:
             agent.start()
 
@@ -489,6 +513,8 @@ class _Totals:
     sync: float = 0.0
     busy: float = 0.0
     accomplished: float = 0.0
+    groups: float = 0.0  # seconds of running ones
+    cores: float = 0.0  # core-seconds
 
 
 class Simulation:
@@ -602,7 +628,7 @@ class Simulation:
     def _update(self, batch: list[SimulatedGroup]) -> None:
         cycle = self._cycles[int(self._rng.integers(len(self._cycles)))]
         tokens = sum(s.prompt + s.response for g in batch for a in g.agents if a.work.trainable for s in a.work.steps)
-        train = tokens * cycle.seconds_per_token
+        train = tokens * cycle.seconds_per_token + cycle.steps
 
         def trained() -> None:
             self._rollout.set_speed(1.0)
@@ -671,12 +697,13 @@ class Simulation:
     # -- figures -----------------------------------------------------------------------------------
 
     def _now(self) -> _Totals:
-        for worker in self._rollout.workers:
-            worker.engine.update_totals()
+        self._rollout.update_totals()
         sums = _Totals(**vars(self._totals))
         sums.time = self._clock.now
         sums.busy = sum(worker.engine.busy_seconds for worker in self._rollout.workers)
         sums.accomplished = sum(worker.engine.work_done for worker in self._rollout.workers)
+        sums.groups = self._rollout.group_seconds
+        sums.cores = sum(node.work_done for node in self._rollout.cores)
         return sums
 
     def _result(self) -> SimulationResult:
@@ -695,7 +722,9 @@ class Simulation:
             training=counted.train / seconds,
             syncing=counted.sync / seconds,
             engines_idle=1 - counted.busy / (engines * seconds),
-            engines_load=self._settings.serial * counted.accomplished / (engines * seconds),
+            engines_load=counted.accomplished / (engines * seconds) / saturated_rate(self._settings.slowdown),
+            slots_used=counted.groups / (engines * self._settings.groups_in_flight * seconds),
+            cores_used=counted.cores / (self._settings.nodes * self._settings.cores * seconds),
             wasted=self._tokens[False] / max(1, self._tokens.total()),
             masked=self._masked_tokens / max(1, self._tokens[True]),
             trained=self._trained,

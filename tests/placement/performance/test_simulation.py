@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from tools.cluster.simulation import (
+from megatron_webrl.placement.simulation import (
     EpisodeWork,
     GroupWork,
     ProcessorSharingServer,
@@ -18,7 +18,7 @@ from tools.cluster.simulation import (
     StepWork,
     UpdateTimes,
     core_rate,
-    engine_rate,
+    linear_slowdown,
     simulate,
 )
 
@@ -56,7 +56,7 @@ def uneven(seed: int = 0, groups: int = 40) -> RecordedWorkload:
 def ends(works: dict[float, float], rate: float, speeds: dict[float, float] | None = None) -> list[float]:
     """When jobs end that begin at the given times with the given work at a server."""
     clock, found = SimulatedClock(), []
-    server = ProcessorSharingServer(clock, engine_rate(rate))
+    server = ProcessorSharingServer(clock, lambda count: 1 / linear_slowdown(rate)(count))
 
     def begin(work: float) -> None:
         server.submit(work, lambda: found.append(clock.now))
@@ -82,7 +82,7 @@ def test_a_shared_server_gives_everybody_the_same() -> None:
 def test_a_closed_network_has_the_throughput_of_mean_value_analysis(agents: int) -> None:
     """A processor-sharing server and a delay: exact for any distribution (Reiser and Lavenberg 1980)."""
     clock, rng, done = SimulatedClock(), np.random.default_rng(agents), [0]
-    server, think = ProcessorSharingServer(clock, engine_rate(1.0)), 3.0
+    server, think = ProcessorSharingServer(clock, lambda count: 1 / count), 3.0
 
     def answered() -> None:
         done[0] += 1
@@ -139,7 +139,14 @@ def test_engines_stand_still_while_they_take_weights_and_go_slower_beside_traini
 def test_every_episode_is_accounted_for_and_none_is_too_stale(mode: str, stepping: str) -> None:
     for seed in range(2):
         given = settings(
-            mode, stepping=stepping, engines=3, serial=0.3, nodes=2, cores=2, updates=25, groups_in_flight=2
+            mode,
+            stepping=stepping,
+            engines=3,
+            slowdown=linear_slowdown(0.3),
+            nodes=2,
+            cores=2,
+            updates=25,
+            groups_in_flight=2,
         )
         found = simulate(given, uneven(), [cycle(5), cycle(9, other=1)], seed)
         closed = found.trained + sum(found.dropped.values())

@@ -1,0 +1,204 @@
+"""The search for settings that train more trajectories in the same time on the same GPUs."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_webrl.config.load import resolve_cluster_sizes
+from megatron_webrl.config.loss import OffPolicyLossConfig
+from megatron_webrl.config.schema import Config, check_combinations
+from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.model.hf_config import has_experts
+from megatron_webrl.placement.hardware import Card, Rates
+from megatron_webrl.placement.memory_estimate import check_memory, check_parallel_layout, estimate_memory
+from megatron_webrl.placement.placement import check_cluster
+from megatron_webrl.placement.prediction import EpisodeLengths, predict_training
+from megatron_webrl.placement.throughput import Prediction, predict
+
+SIZES = (1, 2, 4, 8, 16, 32)
+RECOMPUTE = ("none", "selective", "full")
+SEQUENCE_SHARES = (0.5, 1.0, 1.5, 2.0, 3.0)  # tokens of a micro-batch, over rollout.max_model_len
+STALENESS = (1, 2, 3, 4)
+TOKEN_LAG = 2  # versions, of trained tokens where old ones are masked
+GROUPS_IN_FLIGHT = (3, 5, 8, 10, 12, 16, 24)
+APPENDED_TURNS = 4
+SEARCH_UPDATES = 10  # simulated ones of a candidate
+LEAST_GAIN = 1.02  # times as many trajectories, below which a setting stays
+
+
+@dataclass(frozen=True)
+class Step:
+    """A setting that the search changed, and what it led to."""
+
+    changed: Mapping[str, Any]  # by the setting's name
+    prediction: Prediction
+
+
+@dataclass(frozen=True)
+class _Candidates:
+    """What the search needs to compare configurations."""
+
+    description: Mapping[str, Any]
+    card: Card
+    lengths: EpisodeLengths
+    longest: int  # rollout.max_model_len at first
+
+    def fits(self, config: Config) -> bool:
+        try:
+            check_combinations(config)
+            check_cluster(config)
+            check_parallel_layout(config, dict(self.description))
+            check_memory(config, estimate_memory(config, self.description))
+        except ConfigError:
+            return False
+        return True
+
+    def train_seconds(self, config: Config) -> float:
+        """Seconds of training and weight sync of an update, infinite if it does not fit."""
+        if not self.fits(config):
+            return math.inf
+        try:
+            found = predict_training(config, self.description, Rates.of_card(self.card), self.lengths)
+        except ConfigError:
+            return math.inf
+        return found.train_seconds + found.sync_seconds
+
+    def fastest_layout(self, config: Config) -> dict[str, Any] | None:
+        """The settings of the trainer's fastest layout on its GPUs; None if none fits."""
+        best, found = math.inf, None
+        for words in self.layouts(config):
+            changed = _changed(config, words)
+            if changed is not None and (seconds := self.train_seconds(changed)) < best:
+                best, found = seconds, words
+        return found
+
+    def layouts(self, config: Config) -> Iterator[dict[str, Any]]:
+        """Tensor, pipeline, expert sizes that share the trainer's GPUs out, recomputation, lengths of micro-batches."""
+        node = config.trainer_gpus_per_node
+        experts = SIZES if has_experts(dict(self.description)) else (1,)
+        for tensor, pipeline, expert, recompute, share in itertools.product(
+            SIZES, SIZES, experts, RECOMPUTE, SEQUENCE_SHARES
+        ):
+            world, replica = config.cluster.nodes * node, tensor * pipeline * config.trainer.context_parallel
+            if world % replica or node % tensor or (world // pipeline) % expert:
+                continue
+            tokens = int(share * self.longest)
+            yield {
+                "trainer.tensor_parallel": tensor,
+                "trainer.pipeline_parallel": pipeline,
+                "trainer.expert_parallel": expert,
+                "trainer.recompute": recompute,
+                "trainer.tokens_per_microbatch": tokens,
+                "rollout.max_model_len": min(tokens, self.longest),
+                "trainer.virtual_pipeline": config.trainer.virtual_pipeline if pipeline > 1 else 1,
+            }
+
+    def split(self, config: Config) -> Iterator[dict[str, Any]]:
+        cluster = config.cluster
+        for engines in range(1, 1 if cluster.colocate else cluster.gpus_per_node):
+            words = {"cluster.engine_gpus_per_node": engines}
+            if (changed := _changed(config, words)) is not None and (layout := self.fastest_layout(changed)):
+                yield words | layout
+
+    def layout(self, config: Config) -> Iterator[dict[str, Any]]:
+        if layout := self.fastest_layout(config):
+            yield layout
+
+    def staleness(self, config: Config) -> Iterator[dict[str, Any]]:
+        if config.rollout.mode == "async":
+            for versions in STALENESS:
+                for stale, lag in (("drop", 0), ("mask", TOKEN_LAG)):
+                    words = {"rollout.max_staleness": versions, "rollout.stale": stale}
+                    if isinstance(config.trainer.loss, OffPolicyLossConfig):
+                        words["trainer.loss.max_token_lag"] = lag
+                    yield words
+
+    def in_flight(self, config: Config) -> Iterator[dict[str, Any]]:
+        for groups in GROUPS_IN_FLIGHT:
+            yield {"rollout.groups_in_flight": groups}
+
+    def context(self, config: Config) -> Iterator[dict[str, Any]]:
+        words = {"rollout.context.policy": "append", "rollout.context.history_turns": APPENDED_TURNS}
+        if (changed := _changed(config, words)) is not None and (layout := self.fastest_layout(changed)):
+            yield words | layout
+
+    def batch(self, config: Config) -> Iterator[dict[str, Any]]:
+        for factor in (2, 4):
+            yield {"trainer.groups_per_update": factor * config.trainer.groups_per_update}
+
+
+DIMENSIONS = ("staleness", "in_flight", "split", "layout", "context")
+"""What is searched in this order, twice; batch too if asked for, which changes what an update learns from."""
+
+
+def search(
+    config: Config, description: Mapping[str, Any], card: Card, lengths: EpisodeLengths, dimensions: Sequence[str],
+    tried: Callable[[str], None] = lambda _: None,
+) -> list[Step]:  # fmt: skip
+    """Change one setting after the other to what trains most trajectories an hour; the first step changes nothing.
+
+    `dimensions`: of DIMENSIONS, or batch. `tried` is called with the name of each candidate's dimension. Raises
+    ConfigError without a trainer.
+    """
+    if not config.trainer_world_size:
+        raise ConfigError("a search needs a trainer, but evaluation.only=true; set it to false")
+    candidates = _Candidates(description, card, lengths, config.rollout.max_model_len)
+    steps = [Step({}, predict(config, description, card, lengths))]
+    most = _per_hour(predict(config, description, card, lengths, SEARCH_UPDATES))
+    settled: dict[str, Config] = {}
+    for name in [*dimensions, *dimensions]:
+        if settled.get(name) is config:
+            continue
+        best: tuple[float, dict[str, Any], Config] | None = None
+        for words in getattr(candidates, name)(config):
+            changed = _changed(config, words)
+            if changed is None or not candidates.fits(changed):
+                continue
+            tried(name)
+            try:
+                found = _per_hour(predict(changed, description, card, lengths, SEARCH_UPDATES))
+            except ConfigError:
+                continue
+            if found > LEAST_GAIN * (best[0] if best else most):
+                best = found, words, changed
+        if best:
+            most, words, changed = best
+            differ = {key: value for key, value in words.items() if _read(config, key) != value}
+            config = changed
+            steps.append(Step(differ, predict(config, description, card, lengths)))
+        settled[name] = config
+    return steps
+
+
+def _per_hour(prediction: Prediction) -> float:
+    assert prediction.job is not None
+    return prediction.job.per_hour
+
+
+def _changed(config: Config, words: Mapping[str, Any]) -> Config | None:
+    """A copy with changed settings, and ranks and engines that fill the GPUs; None if they cannot be shared out."""
+    changed = copy.deepcopy(config)
+    for name, value in words.items():
+        *sections, last = name.split(".")
+        part = changed
+        for section in sections:
+            part = getattr(part, section)
+        setattr(part, last, value)
+    changed.trainer.data_parallel = changed.rollout.engines = 0
+    try:
+        resolve_cluster_sizes(changed)
+    except ConfigError:
+        return None
+    return changed
+
+
+def _read(config: Config, name: str) -> Any:
+    part: Any = config
+    for section in name.split("."):
+        part = getattr(part, section)
+    return part
