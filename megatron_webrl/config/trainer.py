@@ -26,6 +26,12 @@ class OptimizerConfig:
         "Adam implementation: torch's, or a fused one, Transformer Engine's, else apex's.",
         choices=("torch", "fused"),
     )
+    keep: str = setting(
+        "device",
+        "Where main weights and moments are between optimizer steps. host: in pinned memory of the host, so that they "
+        "and the activations never need the device's memory at the same time; each step moves them there and back.",
+        choices=("device", "host"),
+    )
 
 
 @dataclass

@@ -234,10 +234,15 @@ class StateCosts:
         return total
 
     def step_seconds(self) -> float:
-        """Adam on the rank's share, and its gradients cleared, measured and scaled: all limited by memory."""
+        """Adam on the rank's share, and its gradients cleared, measured and scaled: all limited by memory.
+
+        With keep=host main weights and moments come from the host's memory, and return.
+        """
         own = self.dense / self.replicas + self.experts / self.expert_copies
         state = OPTIMIZER_BYTES[self.config.model.dtype]
-        return ((2 * state + 4 + self.size) * own + 4 * 4 * (self.dense + self.experts)) / self.rates.memory
+        moved = 2 * state * own if self.trainer.optimizer.keep == "host" else 0.0
+        adam = ((2 * state + 4 + self.size) * own + 4 * 4 * (self.dense + self.experts)) / self.rates.memory
+        return adam + moved / self.rates.pinned
 
     def checkpoint_seconds(self) -> float:
         """Seconds for which training waits: the copy to the host, with optimizer_shards=whole after gathering."""

@@ -62,6 +62,7 @@ LINK_SHARE = 0.75  # of NVLink and network: NCCL with messages of megabytes
 COLLECTIVE_SECONDS = 20e-6  # of any collective: launch and synchronisation
 CHUNK_SECONDS = 40e-6  # of a chunk of each sequence in the delta rule: some ten small kernels in turn; assumed
 HOST_GB_PER_SECOND = 20.0  # from a GPU to the memory of its host
+PINNED_GB_PER_SECOND = 40.0  # either way, where that is pinned; 55 with one GPU (docs/benchmarks.md), eight share it
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ class Rates:
     nvlink: float
     network: float
     host: float  # bytes per second to the host's memory
+    pinned: float  # either way, where it is pinned
     float32: float
     collective_seconds: float = COLLECTIVE_SECONDS
     chunk_seconds: float = CHUNK_SECONDS  # of one chunk of the delta rule in a forward pass
@@ -95,6 +97,7 @@ class Rates:
             nvlink=LINK_SHARE * gb * card.nvlink_gb_per_second,
             network=LINK_SHARE * gb * card.network_gb_per_second,
             host=gb * HOST_GB_PER_SECOND,
+            pinned=gb * PINNED_GB_PER_SECOND,
             **{name: share * peak for name, share in PEAK_SHARES.items()},
         )
 

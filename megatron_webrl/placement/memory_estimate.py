@@ -330,15 +330,20 @@ class _TrainerEstimate:
         replicas = trainer.data_parallel * trainer.context_parallel
         share = self.config.trainer_world_size // trainer.pipeline_parallel
         copies = share // (trainer.expert_parallel * trainer.expert_tensor_parallel)
-        state = OPTIMIZER_BYTES[self.config.model.dtype]
+        state = OPTIMIZER_BYTES[self.config.model.dtype] * ((dense - frozen) // replicas + experts // copies)
+        activations = self._activations(stage)
+        images = self._images() if stage == 0 else 0
+        logits = self._logits() if stage == self.last else 0
+        if trainer.optimizer.keep == "host":  # there only while those are not: what exceeds them
+            state = max(0, state - activations - images - logits)
         return MemoryUse(
             role=f"trainer, stage {stage}" if self.last else "trainer",
             parameters=(dense + experts) * self.size,
             gradients=4 * (dense + experts - frozen),
-            optimizer=state * ((dense - frozen) // replicas + experts // copies),
-            activations=self._activations(stage),
-            images=self._images() if stage == 0 else 0,
-            logits=self._logits() if stage == self.last else 0,
+            optimizer=state,
+            activations=activations,
+            images=images,
+            logits=logits,
             buffers=_staging_bytes(self.config) + (TRAINER_RESERVE_BYTES if self.config.cluster.gpus_per_node else 0),
         )
 

@@ -77,9 +77,9 @@ class EpisodeLengths:
         most = min(config.rollout.context.history_turns, self.steps)
         return most - most * (most - 1) / 2 / self.steps
 
-    def prompt_tokens(self, config: Config) -> float:
-        """Tokens of a prompt, mean over steps: past rounds have their responses."""
-        rounds = self.rounds(config)
+    def prompt_tokens(self, config: Config, rounds: float | None = None) -> float:
+        """Tokens of a prompt of so many rounds, by default the mean over steps: past rounds have their responses."""
+        rounds = self.rounds(config) if rounds is None else rounds
         turn = self.screenshot_tokens + self.turn_tokens
         return self.system_tokens + rounds * turn + (rounds - 1) * self.response_tokens
 

@@ -27,6 +27,7 @@ STALENESS = (1, 2, 3, 4)
 TOKEN_LAG = 2  # versions, of trained tokens where old ones are masked
 GROUPS_IN_FLIGHT = (3, 5, 8, 10, 12, 16, 24)
 APPENDED_TURNS = 4
+PROMPT_SPREAD, RESPONSE_SPREAD = 1.1, 4.0  # of the mean of a full window and of a response, that a shorter limit holds
 SEARCH_UPDATES = 10  # simulated ones of a candidate
 LEAST_GAIN = 1.02  # times as many trajectories, below which a setting stays
 
@@ -47,6 +48,7 @@ class _Candidates:
     card: Card
     lengths: EpisodeLengths
     longest: int  # rollout.max_model_len at first
+    response: int  # rollout.max_new_tokens at first
 
     def fits(self, config: Config) -> bool:
         try:
@@ -78,23 +80,28 @@ class _Candidates:
         return found
 
     def layouts(self, config: Config) -> Iterator[dict[str, Any]]:
-        """Tensor, pipeline, expert sizes that share the trainer's GPUs out, recomputation, lengths of micro-batches."""
+        """Sizes that share the trainer's GPUs out, recomputation, the optimizer's place, lengths of micro-batches."""
         node = config.trainer_gpus_per_node
         experts = SIZES if has_experts(dict(self.description)) else (1,)
-        for tensor, pipeline, expert, recompute, share in itertools.product(
-            SIZES, SIZES, experts, RECOMPUTE, SEQUENCE_SHARES
+        for tensor, pipeline, expert, recompute, keep, share in itertools.product(
+            SIZES, SIZES, experts, RECOMPUTE, ("device", "host"), SEQUENCE_SHARES
         ):
             world, replica = config.cluster.nodes * node, tensor * pipeline * config.trainer.context_parallel
             if world % replica or node % tensor or (world // pipeline) % expert:
                 continue
             tokens = int(share * self.longest)
+            room = tokens - PROMPT_SPREAD * self.lengths.prompt_tokens(config, config.rollout.context.history_turns)
+            if tokens < self.longest and room < RESPONSE_SPREAD * self.lengths.response_tokens:
+                continue
             yield {
                 "trainer.tensor_parallel": tensor,
                 "trainer.pipeline_parallel": pipeline,
                 "trainer.expert_parallel": expert,
                 "trainer.recompute": recompute,
+                "trainer.optimizer.keep": keep,
                 "trainer.tokens_per_microbatch": tokens,
                 "rollout.max_model_len": min(tokens, self.longest),
+                "rollout.max_new_tokens": self.response if tokens >= self.longest else min(self.response, int(room)),
                 "trainer.virtual_pipeline": config.trainer.virtual_pipeline if pipeline > 1 else 1,
             }
 
@@ -147,7 +154,8 @@ def search(
     """
     if not config.trainer_world_size:
         raise ConfigError("a search needs a trainer, but evaluation.only=true; set it to false")
-    candidates = _Candidates(description, card, lengths, config.rollout.max_model_len)
+    rollout = config.rollout
+    candidates = _Candidates(description, card, lengths, rollout.max_model_len, rollout.max_new_tokens)
     steps = [Step({}, predict(config, description, card, lengths))]
     most = _per_hour(predict(config, description, card, lengths, SEARCH_UPDATES))
     settled: dict[str, Config] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,7 @@ SHARDING_METADATA: dict[str, dict[str, Any]] = {
     },
     "ranks": {"distrib_optim_sharding_type": "dp_reshardable"},
 }
+MOMENTS = ("exp_avg", "exp_avg_sq")
 ADAM_EPSILON = 1e-8
 ADAM_BETAS = (0.9, 0.999)  # decay of Adam's moments
 MIN_LEARNING_RATE_RATIO = 0.1  # final learning rate of the schedule, as a fraction of the peak
@@ -54,6 +55,54 @@ class ScheduledOptimizer:
     optimizer: Any
     scheduler: OptimizerParamScheduler
     clip_norm: float  # gradients of a larger norm are scaled down to it
+    keep: str = "device"  # trainer.optimizer.keep
+    _copies: list[torch.Tensor] = field(default_factory=list)  # in the host's memory, of the tensors that are there
+    _away: list[torch.Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        with self.resident():
+            pass
+
+    @contextlib.contextmanager
+    def resident(self) -> Iterator[None]:
+        """Main weights and moments are on the device; with keep=host their memory there is free again afterwards.
+
+        Copies are ordered with what the device computes: nothing waits for them.
+        """
+        self._come()
+        try:
+            yield
+        finally:
+            if self.keep == "host":
+                self._leave()
+
+    @torch.no_grad()
+    def _come(self) -> None:
+        for tensor, copy in zip(self._away, self._copies if self._away else (), strict=True):
+            tensor.untyped_storage().resize_(copy.untyped_storage().nbytes())
+            tensor.copy_(copy, non_blocking=True)
+        self._away = []
+
+    @torch.no_grad()
+    def _leave(self) -> None:
+        tensors = list(self._own_tensors())
+        if [(each.shape, each.dtype) for each in tensors] != [(each.shape, each.dtype) for each in self._copies]:
+            pinned = any(each.is_cuda for each in tensors)
+            self._copies = [torch.empty_like(each, device="cpu", pin_memory=pinned) for each in tensors]
+        for tensor, copy in zip(tensors, self._copies, strict=True):
+            copy.copy_(tensor, non_blocking=True)
+            tensor.untyped_storage().resize_(0)
+        self._away = tensors
+
+    def _own_tensors(self) -> Iterator[torch.Tensor]:
+        """Main weights that are no views of the model's, and moments."""
+        for part in self.parts:
+            models = {buffer.param_data.untyped_storage().data_ptr() for buffer in part.buffers}
+            for parameter in (each for group in part.optimizer.param_groups for each in group["params"]):
+                if parameter.untyped_storage().data_ptr() not in models:
+                    yield parameter
+                state = part.optimizer.state.get(parameter, {})
+                yield from (state[name] for name in MOMENTS if name in state)
 
     def step(self, value_head_only: bool = False) -> float:
         """Step the optimiser and the schedule; returns the global gradient norm before clipping.
@@ -61,6 +110,10 @@ class ScheduledOptimizer:
         `value_head_only`: all other weights keep their values. Raises NonFiniteGradient before any weight changes.
         Collective.
         """
+        with self.resident():
+            return self._step(value_head_only)
+
+    def _step(self, value_head_only: bool) -> float:
         # Megatron checks for infinities under fp16 only; without this check a NaN would reach every weight.
         overflow = self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())
@@ -79,13 +132,14 @@ class ScheduledOptimizer:
         After steps without gradients, which Adam counted, it would correct the moments' bias too little: its steps
         would be several times as long as the first ones of an Adam.
         """
-        for part in self.parts:
-            for state in part.optimizer.state.values():
-                for tensor in state.values():
-                    tensor.zero_()
-            for group in part.optimizer.param_groups:
-                if "step" in group:
-                    group["step"] = 0
+        with self.resident():
+            for part in self.parts:
+                for state in part.optimizer.state.values():
+                    for tensor in state.values():
+                        tensor.zero_()
+                for group in part.optimizer.param_groups:
+                    if "step" in group:
+                        group["step"] = 0
 
     @property
     def step_count(self) -> int:
@@ -99,7 +153,7 @@ class ScheduledOptimizer:
 
         `models`: sharded state of the chunks, made just before; `shards`: a key of SHARDING_METADATA. Megatron's own
         state has the parameter groups too, whose form depends on the layout; their settings follow from the
-        configuration, the schedule and the step count.
+        configuration, the schedule and the step count. To be called within `resident`, and the state used there.
         """
         self._allocate_state()
         states = {}
@@ -155,7 +209,7 @@ class ScheduledOptimizer:
             counts_by_parameter = part in self._torch_parts()
             for parameter in (p for group in part.optimizer.param_groups for p in group["params"]):
                 if not part.optimizer.state[parameter]:
-                    state = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                    state = {name: torch.zeros_like(parameter) for name in MOMENTS}
                     if counts_by_parameter:
                         state["step"] = torch.zeros((), dtype=torch.float32)
                     part.optimizer.state[parameter] = state
@@ -250,7 +304,7 @@ def make_optimizer(
         wd_incr_style="constant",
     )
     scheduler.step(1)  # start at step 1 of the warm-up: at step 0 the learning rate would be zero
-    return ScheduledOptimizer(optimizer, scheduler, config.clip_norm)
+    return ScheduledOptimizer(optimizer, scheduler, config.clip_norm, config.keep)
 
 
 def wrap_ddp(chunks: Sequence[VisionLanguageModel]) -> list[DistributedDataParallel]:

@@ -110,6 +110,16 @@ def test_the_optimizers_state_is_shared_out_over_replicas() -> None:
     assert many.trainer[0].parameters == one.trainer[0].parameters
 
 
+def test_state_in_the_hosts_memory_and_activations_never_need_the_device_at_a_time() -> None:
+    for recompute in ("full", "none"):
+        words = ("8B", "trainer.tensor_parallel=4", f"trainer.recompute={recompute}")
+        (_, device), (_, host) = (made(*words, f"trainer.optimizer.keep={keep}") for keep in ("device", "host"))
+        one, other = device.trainer[0], host.trainer[0]
+        passing = one.activations + one.images + one.logits
+        assert other.total == one.total - min(one.optimizer, passing)
+        assert (other.activations, other.optimizer) == (one.activations, max(0, one.optimizer - passing))
+
+
 def test_weights_that_are_not_trained_take_neither_gradients_nor_state() -> None:
     counts = count_parameters(parameter_counts.config_sections("8B"))
     tower = counts.vision

@@ -281,7 +281,11 @@ def load_learner(checkpoint: Path, learner: Learner) -> list[str]:
     The first replica of a weight is read from storage and broadcast to the others. Returns how the checkpoint's
     schedule differs from the configured one, which holds.
     """
-    folder = checkpoint / "megatron"
+    with learner.optimizer.resident():
+        return _load_learner(checkpoint / "megatron", learner)
+
+
+def _load_learner(folder: Path, learner: Learner) -> list[str]:
     with _checkpoint_errors(folder):
         common = _read_common(folder)
         same_layout, shards = common["layout"] == parallel_layout(), common.get("optimizer_shards", "whole")
@@ -294,7 +298,8 @@ def load_learner(checkpoint: Path, learner: Learner) -> list[str]:
     if same_layout:
         set_rng_states(loaded["random"])
     else:
-        log.info("%s has another parallel layout (%s): RNG states are not restored", checkpoint, common["layout"])
+        layout = common["layout"]
+        log.info("%s has another parallel layout (%s): RNG states are not restored", folder.parent, layout)
     return learner.optimizer.resume_schedule(loaded["scheduler"])
 
 

@@ -138,6 +138,10 @@ class Checkpointer:
         folder = files.temporary_folder(self._staging, state.version)
         if self._run_on_first_rank(state.version, lambda: self._prepare(folder)) is None:
             return
+        with learner.optimizer.resident():  # until the forked task has its own copy
+            self._start_writing(learner, state, folder, started)
+
+    def _start_writing(self, learner: Learner, state: TrainerState, folder: Path, started: float) -> None:
         sharded_state = sharded_learner_state(learner, self.settings.optimizer_shards, is_loading=False)
         plan = plan_checkpoint(sharded_state, folder, validate=not self._validated)
         self._validated = True  # the distribution over the ranks does not change within a run

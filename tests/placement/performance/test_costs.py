@@ -42,7 +42,8 @@ EIGHT = ModelShape.from_description(parameter_counts.config_sections("8B"))
 # Each rate is so that its part of the model below is easy to compute by hand.
 PLAIN = Rates(
     peak=1e6, products=1e6, attention=1e6, vision_attention=1e6, grouped=1e6, prefill=1e6, memory=1e6, kernels=1e6,
-    nvlink=1e6, network=1e5, collective_seconds=0.0, host=1e6, float32=1e6, chunk_seconds=0.0, grouped_half_rows=0.0,
+    nvlink=1e6, network=1e5, collective_seconds=0.0, host=1e6, pinned=1e6, float32=1e6,
+    chunk_seconds=0.0, grouped_half_rows=0.0,
 )  # fmt: skip
 TINY: dict[str, Any] = {
     "model_type": "qwen3_vl",
@@ -162,6 +163,13 @@ def test_gradients_travel_only_between_replicas() -> None:
     tower = model.counts.vision
     local = (model.counts.total - tower) / 2 + tower
     assert found == pytest.approx(6 * local / 2 / 1e9)  # float32 one way and bfloat16 back, half stays
+
+
+def test_state_in_the_hosts_memory_travels_there_and_back_in_each_step() -> None:
+    device, host = (predicted("8B", f"trainer.optimizer.keep={keep}") for keep in ("device", "host"))
+    steps = made().trainer.epochs * made().trainer.minibatches
+    moved = steps * 2 * 12 * EIGHT.counts.total / device.ranks / 40e9
+    assert host.parts["optimizer"] - device.parts["optimizer"] == pytest.approx(moved, rel=1e-6)
 
 
 def test_shared_tokens_are_computed_once_and_appended_turns_are_one_sequence() -> None:

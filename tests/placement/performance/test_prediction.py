@@ -131,6 +131,7 @@ def test_the_search_changes_what_trains_more_trajectories() -> None:
     assert words["trainer.recompute"] == "none"
     assert set(words) <= {
         "trainer.recompute", "trainer.tokens_per_microbatch", "rollout.max_model_len", "trainer.tensor_parallel",
+        "rollout.max_new_tokens", "trainer.optimizer.keep",
         "rollout.max_staleness", "rollout.stale", "trainer.loss.max_token_lag",
     }  # fmt: skip
     best = parse_config(EIGHT, [f"{name}={value}" for name, value in words.items()])

@@ -26,7 +26,11 @@ WRITE_TIMEOUT_SECONDS = 100.0  # a slow write fails by name, long before the tes
 
 
 def make_learner(
-    layout: ParallelSizes, dtype: torch.dtype = torch.float32, optimizer: OptimizerConfig | None = None, steps: int = 10
+    layout: ParallelSizes,
+    dtype: torch.dtype = torch.float32,
+    optimizer: OptimizerConfig | None = None,
+    steps: int = 10,
+    keep: str = "device",
 ) -> Any:
     """A small mixture of experts in this layout; its weights depend on their names only."""
     from megatron.core import parallel_state
@@ -61,7 +65,7 @@ def make_learner(
                 parameter.fill_(1.0)
         models.append(model)
     chunks = wrap_ddp(models)
-    settings = optimizer or OptimizerConfig(learning_rate=1e-3, clip_norm=1e9)
+    settings = optimizer or OptimizerConfig(learning_rate=1e-3, clip_norm=1e9, keep=keep)
     return Learner(chunks, 32, make_optimizer(chunks, settings, steps, dtype))
 
 
@@ -87,7 +91,8 @@ def scramble(learner: Any) -> None:
                 )
             )
             tensor.data.copy_(torch.sin(position.float() + len(tensor.key)) * 0.5 + 1)
-    learner.optimizer.optimizer.reload_model_params()
+    with learner.optimizer.resident():
+        learner.optimizer.optimizer.reload_model_params()
 
 
 def state_of(version: int) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,9 @@ def memory() -> Iterator[Path]:
 
 
 def across_layouts(_: Any, folder: Path, resumes: list[tuple[str, str, str]]) -> dict[Any, Any]:
-    """Each layout saves at step 2 and continues to step 5; then layouts resume from such checkpoints."""
+    """Each layout saves at step 2 and continues to step 5; then layouts resume from such checkpoints, with the
+    optimizer's state in the host's memory.
+    """
     found: dict[Any, Any] = {}
     for name in sorted({other for _, other, _ in resumes}):
         sizes = LAYOUTS[name]
@@ -71,7 +74,7 @@ def across_layouts(_: Any, folder: Path, resumes: list[tuple[str, str, str]]) ->
     for resume in resumes:
         name, other, shards = resume
         with process_groups(LAYOUTS[name]):
-            learner = make_learner(LAYOUTS[name])
+            learner = make_learner(LAYOUTS[name], keep="host")
             saved = folder / f"{other}-{shards}" / "checkpoints" / "version-000002"
             load_learner(saved, learner)
             found[resume, "draws"], found[resume, "rate"] = draws(), learner.optimizer.learning_rate
@@ -154,7 +157,8 @@ def first_step(_: Any, folder: Path) -> dict[str, Any]:
     with process_groups(LAYOUTS["replicas"]):
         for implementation in ("torch", "fused"):
             settings = OptimizerConfig(learning_rate=1e-2, clip_norm=1e9, implementation=implementation)
-            learner, other = (make_learner(LAYOUTS["replicas"], torch.bfloat16, settings) for _ in range(2))
+            kept = (settings, replace(settings, keep="host"))
+            learner, other = (make_learner(LAYOUTS["replicas"], torch.bfloat16, each) for each in kept)
             scramble(learner)
             before = [parameter.detach().clone() for parameter in learner.chunks[0].parameters()]
             kinds = {type(part.optimizer).__name__ for part in learner.optimizer.parts}
@@ -178,7 +182,8 @@ def first_step(_: Any, folder: Path) -> dict[str, Any]:
 
 def _moments(learner: Any) -> list[torch.Tensor]:
     states = [values for part in learner.optimizer.parts for values in part.optimizer.state.values()]
-    return [values[name] for values in states for name in ("exp_avg", "exp_avg_sq")]
+    with learner.optimizer.resident():
+        return [values[name].clone() for values in states for name in ("exp_avg", "exp_avg_sq")]
 
 
 def test_a_checkpoint_before_the_first_step_loads_and_training_continues_alike(tmp_path: Path) -> None:
@@ -192,3 +197,39 @@ def test_a_checkpoint_before_the_first_step_loads_and_training_continues_alike(t
             assert found["counts"] == [0, 0, 2, 2]
             assert found["trained"]
             assert all(found["equal"]), implementation
+
+
+def twenty_steps(_: Any, folder: Path) -> dict[str, Any]:
+    """With the optimizer's state on the device and in the host's memory, in each layout."""
+    found: dict[str, Any] = {}
+    for name, sizes in LAYOUTS.items():
+        with process_groups(sizes):
+            learners = [make_learner(sizes, torch.bfloat16, steps=20, keep=keep) for keep in ("device", "host")]
+            for _ in range(20):
+                for learner in learners:
+                    step(learner)
+            weights = [[p for model in each.models for p in model.parameters()] for each in learners]
+            found[name] = {
+                "equal": [torch.equal(*both) for both in zip(*weights, strict=True)],
+                "moments": [torch.equal(*both) for both in zip(*map(_moments, learners), strict=True)],
+                "bytes": [*map(_state_bytes, learners)],
+            }
+    return found
+
+
+def _state_bytes(learner: Any) -> tuple[int, int]:
+    """Of main weights in float32 of others in bfloat16, and of moments, on the device."""
+    own = [w for part in learner.optimizer.parts for group in part.shard_fp32_from_float16_groups for w in group]
+    moments = [
+        t for part in learner.optimizer.parts for v in part.optimizer.state.values() for t in v.values() if t.dim()
+    ]
+    return tuple(sum(tensor.untyped_storage().nbytes() for tensor in each) for each in (own, moments))  # type: ignore[return-value]
+
+
+def test_state_in_the_hosts_memory_gives_the_same_weights_and_leaves_none_on_the_device(tmp_path: Path) -> None:
+    for rank in results(twenty_steps, tmp_path):
+        for name, found in rank.items():
+            assert all(found["equal"] + found["moments"]), name
+            device, host = found["bytes"]
+            assert device[1] >= 2 * device[0] > 0, name  # some weights are in float32 and have no other
+            assert host == (0, 0), name
