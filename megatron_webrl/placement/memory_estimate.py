@@ -405,10 +405,8 @@ class _TrainerEstimate:
         return (norms + mixer // tensor + mlp) * self.tokens
 
     def _norm_bytes(self) -> int:
-        """Bytes that a norm saves of each value. Without Transformer Engine: model/vision_language/norm.py."""
-        if self.trainer.layers == "transformer_engine":
-            return 2 * self.size
-        return 4 + 2 * self.size if self.shape.linear is None else 8 + self.size  # a zero-centred one scales in float32
+        """Bytes of each value: a norm keeps its input, and what follows its output."""
+        return 2 * self.size
 
     def _attention(self, recompute: str) -> int:
         """Bytes that full attention saves of a token, without the norm of its input."""

@@ -202,22 +202,25 @@ class ModelShape:
     def traffic(self, layer: int, shape: MicrobatchShape, size: int, backward: bool = False) -> float:
         """Bytes that norms, residuals, rotary embeddings and activation functions of a layer move in a pass.
 
-        Values read and written by separate kernels, `size` bytes each. In a forward pass 7 of the hidden size for each
-        norm with its residual, 2 of queries and keys, and 2 more of the hidden size for each expert of a token. Of
-        gated attention, 6 more of queries; of linear attention, 10 of the channels and 8 of the values. Twice as many
-        in a backward pass; and those of the rotary embedding, a copy of the values, and SwiGLU.
+        Values read and written by separate kernels, `size` bytes each. Of the hidden size 5 in a forward pass and 6 in
+        a backward pass for each norm with its residual, of queries and keys 2 and 3, and 2 more of the hidden size for
+        each expert of a token in a forward pass. Of gated attention, 6 more of queries; of linear attention, 10 of the
+        channels and 8 of the values; twice as many in a backward pass. And those of the rotary embedding, a copy of the
+        values, and SwiGLU.
         """
         text, linear = self.text, self.text.linear
-        hidden, once = 14 * text.hidden_size, SWIGLU[backward] * text.intermediate_size
+        once = SWIGLU[backward] * text.intermediate_size + 2 * (6 if backward else 5) * text.hidden_size
+        hidden = 0
         if text.sparse_layers[layer]:
             experts = text.num_experts_per_token
-            once = SWIGLU[backward] * text.shared_expert_intermediate_size
+            once += SWIGLU[backward] * (text.shared_expert_intermediate_size - text.intermediate_size)
             once += WEIGHTED_SWIGLU[backward] * experts * text.moe_intermediate_size
             hidden += 2 * experts * text.hidden_size
         if linear and text.linear_layers[layer]:
             mixer = 10 * linear.channels + 8 * linear.value_width
         else:
-            mixer = 2 * (text.query_width + text.key_width) + (6 * text.query_width if linear else 0)
+            mixer = 6 * text.query_width if linear else 0
+            once += (3 if backward else 2) * (text.query_width + text.key_width)
             once += ROTATION * (text.query_width + text.key_width) + (0 if backward else 2 * text.key_width)
         return shape.tokens * size * ((2 if backward else 1) * (hidden + mixer) + once)
 

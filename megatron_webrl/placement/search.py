@@ -15,7 +15,13 @@ from megatron_webrl.config.schema import Config, check_combinations
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.model.hf_config import has_experts
 from megatron_webrl.placement.hardware import Card, Rates
-from megatron_webrl.placement.memory_estimate import check_memory, check_parallel_layout, estimate_memory
+from megatron_webrl.placement.memory_estimate import (
+    FILLED_BY_AUTO,
+    GIB,
+    check_memory,
+    check_parallel_layout,
+    estimate_memory,
+)
 from megatron_webrl.placement.placement import check_cluster
 from megatron_webrl.placement.prediction import EpisodeLengths, predict_training
 from megatron_webrl.placement.throughput import Prediction, predict
@@ -51,14 +57,17 @@ class _Candidates:
     response: int  # rollout.max_new_tokens at first
 
     def fits(self, config: Config) -> bool:
+        """Whether it can be placed, and leaves as much of each trainer's GPU free as trainer.recompute=auto does."""
         try:
             check_combinations(config)
             check_cluster(config)
             check_parallel_layout(config, dict(self.description))
-            check_memory(config, estimate_memory(config, self.description))
+            check_memory(config, estimate := estimate_memory(config, self.description))
         except ConfigError:
             return False
-        return True
+        limit = FILLED_BY_AUTO * config.cluster.gpu_gib * GIB
+        beside = estimate.engine.total if config.cluster.colocate else 0
+        return all(use.total + beside <= limit for use in estimate.trainer)
 
     def train_seconds(self, config: Config) -> float:
         """Seconds of training and weight sync of an update, infinite if it does not fit."""

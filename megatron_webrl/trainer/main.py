@@ -28,7 +28,7 @@ from megatron_webrl.model.compute_options import (
 from megatron_webrl.model.hf_config import choose_prefix_merging, load_hf_config, read_model_config
 from megatron_webrl.model.platform import Platform
 from megatron_webrl.model.processor import Processor
-from megatron_webrl.model.vision_language import swiglu, vision
+from megatron_webrl.model.vision_language import norm, swiglu, vision
 from megatron_webrl.model.vision_language.compilation import compilation_problem
 from megatron_webrl.model.vision_language.model import VisionLanguageModel
 from megatron_webrl.model.vision_language.routing_replay import replay_obstacle, replays_routing
@@ -219,16 +219,17 @@ def _value_head(critic: CriticConfig | None) -> ValueHeadKind:
 
 
 def choose_compilation(platform: Platform, dtype: torch.dtype) -> bool:
-    """Whether SwiGLU and the vision tower's rotary embedding are compiled, equal on all ranks: on CUDA, if that works.
+    """Whether norms, SwiGLU and the tower's rotary embedding are compiled, equal on all ranks: on CUDA, if that works.
 
     Collective.
     """
     if platform.name != "cuda":
         return False
-    problems = all_gather_object(compilation_problem((swiglu.example, vision.example), platform.device, dtype))
+    examples = (norm.example, swiglu.example, vision.example)
+    problems = all_gather_object(compilation_problem(examples, platform.device, dtype))
     problem = next((f"rank {rank}: {found}" for rank, found in enumerate(problems) if found), "")
     if problem and torch.distributed.get_rank() == 0:
-        log.warning("SwiGLU and the vision tower's rotary embedding are not compiled: %s", problem)
+        log.warning("norms, SwiGLU and the vision tower's rotary embedding are not compiled: %s", problem)
     return not problem
 
 

@@ -154,8 +154,8 @@ def test_the_vision_tower_keeps_what_is_estimated() -> None:
 def test_auto_recomputes_the_least_that_leaves_a_tenth_of_a_gpu() -> None:
     description = parameter_counts.config_sections("8B")
     for gib, overrides, chosen in (
-        (140, (), "none"), (127, (), "selective"), (104, (), "selective"), (101, (), "full"), (20, (), "full"),
-        (140, ("cluster.colocate=true", "rollout.kv_cache_mib=8192"), "selective"),  # beside an engine
+        (113, (), "none"), (111, (), "selective"), (87, (), "selective"), (85, (), "full"), (20, (), "full"),
+        (138, ("cluster.colocate=true", "rollout.kv_cache_mib=8192"), "selective"),  # beside an engine
         (20, ("trainer.recompute=none",), "none"), (300, ("trainer.recompute=full",), "full"),
     ):  # fmt: skip
         config = parse_config("configs/8b_4node.yaml", ["trainer.recompute=auto", f"cluster.gpu_gib={gib}", *overrides])

@@ -171,7 +171,7 @@ class Experts(SequentialMLP):
         counts = tokens_per_expert if tokens_per_expert.is_cuda else copy_to_device(tokens_per_expert, device)
         ends = counts.cumsum(0, dtype=torch.int32)
         gate_and_up = grouped_linear(permuted_local_hidden_states, ends, first)
-        activated = swiglu(gate_and_up, permuted_probs, self.config.compile_swiglu)
+        activated = swiglu(gate_and_up, permuted_probs, self.config.compile_pointwise)
         return grouped_linear(activated, ends, [expert.linear_fc2.weight for expert in experts]), None
 
 

@@ -20,7 +20,7 @@ class SwiGLU(MegatronModule):
 
     def forward(self, gate_and_up: Tensor) -> Tensor:
         """[..., width]."""
-        return swiglu(gate_and_up, compiled=self.config.compile_swiglu)
+        return swiglu(gate_and_up, compiled=self.config.compile_pointwise)
 
 
 def swiglu(gate_and_up: Tensor, weights: Tensor | None = None, compiled: bool = False) -> Tensor:

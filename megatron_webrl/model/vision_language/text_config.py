@@ -29,7 +29,7 @@ class TextConfig(TransformerConfig):
     recompute_layers: bool = False
     attention_kernel: AttentionKernel = "auto"
     expert_kernel: ExpertKernel = "auto"
-    compile_swiglu: bool = False
+    compile_pointwise: bool = False
 
 
 @dataclass
@@ -91,7 +91,7 @@ def make_text_config(
         attention_backend=AttnBackend.local,
         attention_kernel=options.attention,
         expert_kernel=options.experts,
-        compile_swiglu=options.compile_pointwise,
+        compile_pointwise=options.compile_pointwise,
         bias_activation_fusion=False,
         use_te_activation_func=True,  # of the layers' specs, which is swiglu.py
         bias_dropout_fusion=False,

@@ -85,7 +85,7 @@ def test_the_parts_of_a_small_pass_are_those_by_hand() -> None:
     assert exact.total - found.total == pytest.approx((4 * 2 + 4 + 2) * logits / 1e6)
     # Values of the hidden size, of queries and keys, and of the MLP, in two layers, 2 bytes each; and 10 bytes for each
     # weight of embedding and vision tower, whose gradients are added to buffers.
-    passes = ((14 * 8 + (2 + 5) * (8 + 4) + 2 * 4 + 3 * 16), (28 * 8 + (4 + 5) * (8 + 4) + 5 * 16))
+    passes = ((10 * 8 + (2 + 5) * (8 + 4) + 2 * 4 + 3 * 16), (12 * 8 + (3 + 5) * (8 + 4) + 5 * 16))
     added = 10 * (10 * 8 + count_parameters(TINY).vision)
     assert found.compute["other kernels"] == pytest.approx((2 * 2 * 5 * sum(passes) + added) / 1e6)
     tower = 4 * 4 * 4 + 2 * 4 * 8 + 3 * 4 + 4 * (4 + 8)  # a block, the patch embedding, the merger
