@@ -207,7 +207,7 @@ def print_prediction(config: Config, prediction: Prediction, console: Console) -
             f"{trained:,.0f} trained tokens/s a GPU, of all {prediction.gpus}",
             f"an update every {_number(prediction.update_seconds)} s: the trainer waits for groups {job.waiting:.0%}, "
             f"trains {job.training:.0%}, sends weights {job.syncing:.0%}, "
-            f"writes checkpoints {1 - job.waiting - job.training - job.syncing:.0%}",
+            f"writes checkpoints {max(0.0, 1 - job.waiting - job.training - job.syncing):.0%}",
             f"engines have requests {1 - job.engines_idle:.0%} of the time and work at {job.engines_load:.0%} of their "
             f"most; {job.wasted:.0%} of their tokens are dropped"
             + (f", {job.masked:.0%} of the trained ones masked" if job.masked else ""),

@@ -118,7 +118,8 @@ def predict(
 ) -> Prediction:
     """Predict a configuration from `updates` simulated ones. `description`: the model's config.json.
 
-    Raises ConfigError without GPUs, in float32, or if the mean sequence exceeds trainer.tokens_per_microbatch.
+    Raises ConfigError without GPUs, in float32, if the mean sequence exceeds trainer.tokens_per_microbatch, or if no
+    group would be trained.
     """
     if not config.cluster.gpus_per_node:
         raise ConfigError("a prediction needs GPUs, but cluster.gpus_per_node=0; set it")
@@ -171,7 +172,10 @@ def _simulate(
     sync = training.sync_seconds
     other = training.checkpoint_seconds / training.checkpoint_every if training.checkpoint_every else 0.0
     times = UpdateTimes((training.train_seconds - whole) / sampled, sync, sync, other, whole)
-    return simulate(settings, workload, [times])
+    try:
+        return simulate(settings, workload, [times])
+    except RuntimeError as error:  # all groups have one outcome
+        raise ConfigError(f"the job would train nothing: {error}; see rollout.group_size, --lengths success") from None
 
 
 def _slowdown(step: EngineStep, most: int) -> Slowdown:

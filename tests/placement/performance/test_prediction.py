@@ -63,6 +63,7 @@ def test_what_cannot_be_predicted_is_refused_in_one_line(capsys: pytest.CaptureF
         (["--time", "--lengths", "steps_of_failure=0.5"], "--lengths steps_of_failure=0.5: the least is 1"),
         (["--time", "--lengths", "success=1"], "the least is 0.001, the most 0.999"),
         (["--time", "--search", "layout", "evaluation.only=true"], "a search needs a trainer"),
+        (["--time", "rollout.group_size=1"], "the job would train nothing: 10000 groups in a row were dropped"),
     ):
         settings = [word for word in words if "." in word.partition("=")[0]]
         assert main(["placement", EIGHT, *settings, *[word for word in words if word not in settings]]) == 2
