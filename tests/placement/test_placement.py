@@ -44,11 +44,13 @@ def configurations(draw: st.DrawFn) -> Config:
     """Any layout that can be placed, on GPUs or without."""
     one_of = st.sampled_from
     tp, cp, pp, ep = draw(one_of([1, 2, 4])), draw(one_of([1, 2])), draw(st.integers(1, 4)), draw(one_of([1, 2, 4, 8]))
-    nodes, share = draw(st.integers(1, 8)), tp * draw(st.integers(1, 6))
+    share = tp * draw(st.integers(1, 6))
     engine_tp, engine_pp = draw(one_of([1, 2, 4])), draw(st.integers(1, 3))
     serving = engine_tp * draw(st.integers(1, 4))
-    assume(nodes * share % (pp * math.lcm(tp * cp, ep)) == 0)
-    assume(nodes * serving % (engine_tp * engine_pp) == 0)
+    copies, engine = pp * math.lcm(tp * cp, ep), engine_tp * engine_pp
+    fitting = math.lcm(copies // math.gcd(copies, share), engine // math.gcd(engine, serving))  # nodes, or a multiple
+    assume(fitting <= 16)
+    nodes = fitting * draw(st.integers(1, max(1, 8 // fitting)))
     config = Config()  # what `read` gives, without the time that it takes
     trainer, rollout = config.trainer, config.rollout
     trainer.tensor_parallel, trainer.context_parallel = tp, cp
