@@ -160,7 +160,7 @@ OPTIMIZER_BYTES = {"float32": 8, "bfloat16": 12}  # of a parameter: two moments,
 REMEDIES = {
     "parameters": "raise a parallel size of the model",
     "gradients": "raise trainer.tensor_parallel, pipeline_parallel or expert_parallel",
-    "optimizer": "take more nodes, or raise a parallel size of the trainer",
+    "optimizer": "set trainer.optimizer.keep=host, take more nodes, or raise a parallel size of the trainer",
     "activations": "set trainer.recompute=full, or lower trainer.tokens_per_microbatch",
     "images": "lower trainer.tokens_per_microbatch, raise trainer.tensor_parallel, or set trainer.train_vision=false",
     "logits": "lower trainer.tokens_per_microbatch or rollout.max_new_tokens",

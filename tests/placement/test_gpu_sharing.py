@@ -81,7 +81,7 @@ def test_what_cannot_share_a_gpu_is_refused_and_the_utilization_that_a_refusal_s
         (("rollout.kv_cache_mib=0",), "rollout.kv_cache_mib=0 with cluster.colocate=true"),
         (("rollout.engines=2",), "rollout.engines=2 makes 2 ranks, but 1 nodes have 1 GPUs each for them"),
         (("trainer.tensor_parallel=2",), "makes 2 ranks, but 1 nodes have 1 GPUs each"),
-        (("cluster.gpu_gib=60",), "of the same GPU (cluster.colocate), more than cluster.gpu_gib=60; take"),
+        (("cluster.gpu_gib=60",), "more than cluster.gpu_gib=60; set trainer.optimizer.keep=host, take more nodes"),
         (("rollout.gpu_memory_utilization=0.9",), "leaves the trainer 8.0 of cluster.gpu_gib=80, but it needs 58.8"),
         (("rollout.gpu_memory_utilization=0.1",), "leaves the engine 8.0 of cluster.gpu_gib=80, but it needs 16.0 GiB"),
         (("rollout.kv_cache_mib=512",), "rollout.kv_cache_mib=512 holds 4681 tokens, less than rollout.max_model_len"),
