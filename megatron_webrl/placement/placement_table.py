@@ -44,8 +44,9 @@ def show_placement(options: argparse.Namespace) -> int:
     Raises ConfigError if the configuration cannot be placed. Reads no machine: the model, packages and browsers may be
     missing here.
     """
-    for name in ("card", "lengths", "search"):
-        if getattr(options, name) not in (None, []) and not options.time:
+    given = {"card": options.card, "lengths": options.lengths or None, "search": options.search}
+    for name, value in given.items():
+        if value is not None and not options.time:
             raise ConfigError(f"--{name} is for --time; add --time")
     lengths, console = EpisodeLengths.from_words(options.lengths), Console(width=None if sys.stdout.isatty() else 140)
     config = parse_config(options.config, options.overrides)

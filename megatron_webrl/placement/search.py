@@ -6,6 +6,7 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +48,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class _Candidates:
+class Candidates:
     """What the search needs to compare configurations."""
 
     description: Mapping[str, Any]
@@ -56,37 +57,36 @@ class _Candidates:
     longest: int  # rollout.max_model_len at first
     response: int  # rollout.max_new_tokens at first
 
-    def fits(self, config: Config) -> bool:
-        """Whether it can be placed, and leaves as much of each trainer's GPU free as trainer.recompute=auto does."""
-        try:
-            check_combinations(config)
-            check_cluster(config)
-            check_parallel_layout(config, dict(self.description))
-            check_memory(config, estimate := estimate_memory(config, self.description))
-        except ConfigError:
-            return False
-        limit = FILLED_BY_AUTO * config.cluster.gpu_gib * GIB
-        beside = estimate.engine.total if config.cluster.colocate else 0
-        return all(use.total + beside <= limit for use in estimate.trainer)
+    def changed(self, config: Config, words: Mapping[str, Any]) -> Config:
+        """A copy with changed settings, and ranks and engines that fill the GPUs.
 
-    def train_seconds(self, config: Config) -> float:
-        """Seconds of training and weight sync of an update, infinite if it does not fit."""
-        if not self.fits(config):
-            return math.inf
-        try:
-            found = predict_training(config, self.description, Rates.of_card(self.card), self.lengths)
-        except ConfigError:
-            return math.inf
-        return found.train_seconds + found.sync_seconds
+        Raises ConfigError unless it can be placed and leaves as much of each trainer's GPU free as
+        trainer.recompute=auto does.
+        """
+        changed = _with_settings(config, {**words, "trainer.data_parallel": 0, "rollout.engines": 0})
+        resolve_cluster_sizes(changed)
+        check_combinations(changed)
+        check_cluster(changed)
+        check_parallel_layout(changed, dict(self.description))
+        estimate = estimate_memory(changed, self.description)
+        check_memory(changed, estimate)
+        limit = FILLED_BY_AUTO * changed.cluster.gpu_gib * GIB
+        beside = estimate.engine.total if changed.cluster.colocate else 0
+        if any(use.total + beside > limit for use in estimate.trainer):
+            raise ConfigError(f"more than {FILLED_BY_AUTO:.0%} of cluster.gpu_gib are filled")
+        return changed
 
-    def fastest_layout(self, config: Config) -> dict[str, Any] | None:
-        """The settings of the trainer's fastest layout on its GPUs; None if none fits."""
+    def with_fastest_layout(self, config: Config, words: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """The words with those of the fastest layout that the trainer then has on its GPUs; nothing if none fits."""
+        base, rates = _with_settings(config, words), Rates.of_card(self.card)
         best, found = math.inf, None
-        for words in self.layouts(config):
-            changed = _changed(config, words)
-            if changed is not None and (seconds := self.train_seconds(changed)) < best:
-                best, found = seconds, words
-        return found
+        for layout in self.layouts(base):
+            with suppress(ConfigError):  # of a layout that does not fit
+                training = predict_training(self.changed(base, layout), self.description, rates, self.lengths)
+                if (seconds := training.train_seconds + training.sync_seconds) < best:
+                    best, found = seconds, layout
+        if found is not None:
+            yield {**words, **found}
 
     def layouts(self, config: Config) -> Iterator[dict[str, Any]]:
         """Sizes that share the trainer's GPUs out, recomputation, the optimizer's place, lengths of micro-batches."""
@@ -117,13 +117,10 @@ class _Candidates:
     def split(self, config: Config) -> Iterator[dict[str, Any]]:
         cluster = config.cluster
         for engines in range(1, 1 if cluster.colocate else cluster.gpus_per_node):
-            words = {"cluster.engine_gpus_per_node": engines}
-            if (changed := _changed(config, words)) is not None and (layout := self.fastest_layout(changed)):
-                yield words | layout
+            yield from self.with_fastest_layout(config, {"cluster.engine_gpus_per_node": engines})
 
     def layout(self, config: Config) -> Iterator[dict[str, Any]]:
-        if layout := self.fastest_layout(config):
-            yield layout
+        yield from self.with_fastest_layout(config, {})
 
     def staleness(self, config: Config) -> Iterator[dict[str, Any]]:
         if config.rollout.mode == "async":
@@ -140,8 +137,7 @@ class _Candidates:
 
     def context(self, config: Config) -> Iterator[dict[str, Any]]:
         words = {"rollout.context.policy": "append", "rollout.context.history_turns": APPENDED_TURNS}
-        if (changed := _changed(config, words)) is not None and (layout := self.fastest_layout(changed)):
-            yield words | layout
+        yield from self.with_fastest_layout(config, words)
 
     def batch(self, config: Config) -> Iterator[dict[str, Any]]:
         for factor in (2, 4):
@@ -164,7 +160,7 @@ def search(
     if not config.trainer_world_size:
         raise ConfigError("a search needs a trainer, but evaluation.only=true; set it to false")
     rollout = config.rollout
-    candidates = _Candidates(description, card, lengths, rollout.max_model_len, rollout.max_new_tokens)
+    candidates = Candidates(description, card, lengths, rollout.max_model_len, rollout.max_new_tokens)
     steps = [Step({}, predict(config, description, card, lengths))]
     most = _per_hour(predict(config, description, card, lengths, SEARCH_UPDATES))
     settled: dict[str, Config] = {}
@@ -173,16 +169,12 @@ def search(
             continue
         best: tuple[float, dict[str, Any], Config] | None = None
         for words in getattr(candidates, name)(config):
-            changed = _changed(config, words)
-            if changed is None or not candidates.fits(changed):
-                continue
             tried(name)
-            try:
+            with suppress(ConfigError):  # of a candidate that does not fit
+                changed = candidates.changed(config, words)
                 found = _per_hour(predict(changed, description, card, lengths, SEARCH_UPDATES))
-            except ConfigError:
-                continue
-            if found > LEAST_GAIN * (best[0] if best else most):
-                best = found, words, changed
+                if found > LEAST_GAIN * (best[0] if best else most):
+                    best = found, words, changed
         if best:
             most, words, changed = best
             differ = {key: value for key, value in words.items() if _read(config, key) != value}
@@ -197,20 +189,12 @@ def _per_hour(prediction: Prediction) -> float:
     return prediction.job.per_hour
 
 
-def _changed(config: Config, words: Mapping[str, Any]) -> Config | None:
-    """A copy with changed settings, and ranks and engines that fill the GPUs; None if they cannot be shared out."""
+def _with_settings(config: Config, words: Mapping[str, Any]) -> Config:
+    """A copy with changed settings, unchecked."""
     changed = copy.deepcopy(config)
     for name, value in words.items():
-        *sections, last = name.split(".")
-        part = changed
-        for section in sections:
-            part = getattr(part, section)
-        setattr(part, last, value)
-    changed.trainer.data_parallel = changed.rollout.engines = 0
-    try:
-        resolve_cluster_sizes(changed)
-    except ConfigError:
-        return None
+        section, _, last = name.rpartition(".")
+        setattr(_read(changed, section), last, value)
     return changed
 
 

@@ -16,7 +16,7 @@ from megatron_webrl.model import parameter_counts
 from megatron_webrl.placement.hardware import CARDS, Rates, find_card
 from megatron_webrl.placement.memory_estimate import check_memory, estimate_memory
 from megatron_webrl.placement.prediction import EngineStep, EpisodeLengths
-from megatron_webrl.placement.search import search
+from megatron_webrl.placement.search import Candidates, search
 from megatron_webrl.placement.throughput import RandomWorkload, binding_limit, predict
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -55,6 +55,7 @@ def test_card_and_lengths_of_a_prediction_are_chosen(tmp_path: Path, capsys: pyt
 def test_what_cannot_be_predicted_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     for words, message in (
         (["--card", "H100"], "--card is for --time; add --time"),
+        (["--search"], "--search is for --time; add --time"),
         (["--time", "model.dtype=float32"], "model.dtype=float32 has no prediction"),
         (["--time", "model.path=somewhere"], "--time: model.path=somewhere is no folder"),
         (["--time", "--lengths", "response_tokens=20000"], "exceeds trainer.tokens_per_microbatch=16384"),
@@ -143,6 +144,15 @@ def test_the_search_changes_what_trains_more_trajectories() -> None:
     assert again.job is not None
     assert again.job.per_hour > 1.1 * first.prediction.job.per_hour
     assert config.trainer.recompute == "full"  # the search leaves the configuration alone
+
+
+def test_a_split_is_tried_with_layouts_of_its_own() -> None:
+    config, card = parse_config(EIGHT, []), CARDS["H100"]  # its tp 4 cannot share out 6 GPUs
+    rollout = config.rollout
+    candidates = Candidates(DESCRIPTION, card, EpisodeLengths(), rollout.max_model_len, rollout.max_new_tokens)
+    found = {words["cluster.engine_gpus_per_node"]: words for words in candidates.split(config)}
+    assert found[2]["trainer.tensor_parallel"] == 2
+    assert candidates.changed(config, found[2]).trainer.data_parallel == 3
 
 
 def test_the_command_shows_what_the_search_found_and_engines_alone(capsys: pytest.CaptureFixture[str]) -> None:
