@@ -140,8 +140,8 @@ class StageCosts:
         if trainer.context_parallel > 1:  # queries, keys, values and the output go to the ranks of their heads
             width = 2 * (text.query_width + text.key_width) / trainer.tensor_parallel
             size = gathered_bytes(tokens * width * self.size, trainer.context_parallel)
-            each = 4 * self.rates.collective_seconds + size / self.rates.exchange(self.split, self.node)
-            result["context parallel"] = count * each
+            link = self.rates.exchange(trainer.context_parallel, self.node, trainer.tensor_parallel)
+            result["context parallel"] = count * (4 * self.rates.collective_seconds + size / link)
         if trainer.expert_parallel > 1:  # to the experts and back
             routed = tokens / trainer.tensor_parallel * text.num_experts_per_token * text.hidden_size * self.size
             size = gathered_bytes(routed, trainer.expert_parallel)

@@ -117,9 +117,9 @@ class Rates:
         neighbours = max(1, gpus_per_node // stride)
         return self.nvlink if ranks <= neighbours else min(self.nvlink, neighbours * self.network)
 
-    def exchange(self, ranks: int, gpus_per_node: int) -> float:
-        """Bytes per second that each of neighbouring ranks sends to all others: NVLink for those of its node."""
-        inside = min(1.0, (max(1, gpus_per_node) - 1) / (ranks - 1))
+    def exchange(self, ranks: int, gpus_per_node: int, stride: int = 1) -> float:
+        """Bytes per second that each rank sends to all others, `stride` apart: NVLink for those of its node."""
+        inside = min(1.0, (max(1, gpus_per_node // stride) - 1) / (ranks - 1))
         return 1 / max(inside / self.nvlink, (1 - inside) / self.network)
 
 

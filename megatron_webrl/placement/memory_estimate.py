@@ -388,7 +388,7 @@ class _TrainerEstimate:
         shape, size, tensor = self.shape, self.size, self.trainer.tensor_parallel
         if recompute == "full":
             return size * shape.hidden_size * self.tokens // self.spread
-        norms = 2 * self._norm_bytes() * shape.hidden_size // self.spread
+        norms = 2 * 2 * size * shape.hidden_size // self.spread  # each keeps its input, and what follows its output
         if shape.linear and shape.linear_layers[layer]:
             mixer = int(saved_bytes(shape.linear, size, keeps_rule=recompute == "none"))
         else:
@@ -404,16 +404,11 @@ class _TrainerEstimate:
             mlp = 3 * size * shape.intermediate_size // tensor  # gate and up, and their product
         return (norms + mixer // tensor + mlp) * self.tokens
 
-    def _norm_bytes(self) -> int:
-        """Bytes of each value: a norm keeps its input, and what follows its output."""
-        return 2 * self.size
-
     def _attention(self, recompute: str) -> int:
         """Bytes that full attention saves of a token, without the norm of its input."""
         shape, size = self.shape, self.size
-        norm = self._norm_bytes() - size  # of q and k; without the output
-        # The outputs of both norms; rotated k, v; rotated q, the output of attention, the input of its projection.
-        heads = norm * (shape.query_width + shape.key_width) + size * (shape.query_width + 2 * shape.key_width)
+        # The inputs of both norms; rotated k, v; rotated q, the output of attention, the input of its projection.
+        heads = size * (2 * shape.query_width + 3 * shape.key_width)
         heads += size * shape.query_width * (1 if recompute == "selective" else 2)
         if shape.linear:  # gated: the output before the gate, and the gate's sigmoid in float32
             heads += (size + 4) * shape.query_width

@@ -202,27 +202,26 @@ class ModelShape:
     def traffic(self, layer: int, shape: MicrobatchShape, size: int, backward: bool = False) -> float:
         """Bytes that norms, residuals, rotary embeddings and activation functions of a layer move in a pass.
 
-        Values read and written by separate kernels, `size` bytes each. Of the hidden size 5 in a forward pass and 6 in
-        a backward pass for each norm with its residual, of queries and keys 2 and 3, and 2 more of the hidden size for
-        each expert of a token in a forward pass. Of gated attention, 6 more of queries; of linear attention, 10 of the
-        channels and 8 of the values; twice as many in a backward pass. And those of the rotary embedding, a copy of the
-        values, and SwiGLU.
+        Values read and written by separate kernels, `size` bytes each. In a forward pass 5 of the hidden size for each
+        norm with its residual, in a backward pass 6; 2 and 3 of queries and keys; those of the rotary embedding, a copy
+        of the values, and SwiGLU. And of the hidden size 2 for each expert of a token, of gated attention 6 of queries,
+        of linear attention 10 of the channels and 8 of the values: in a forward pass, twice as many in a backward pass.
         """
-        text, linear = self.text, self.text.linear
-        once = SWIGLU[backward] * text.intermediate_size + 2 * (6 if backward else 5) * text.hidden_size
-        hidden = 0
-        if text.sparse_layers[layer]:
+        text, linear, sparse = self.text, self.text.linear, self.text.sparse_layers[layer]
+        once = SWIGLU[backward] * (text.shared_expert_intermediate_size if sparse else text.intermediate_size)
+        once += 2 * (6 if backward else 5) * text.hidden_size
+        doubled = 0
+        if sparse:
             experts = text.num_experts_per_token
-            once += SWIGLU[backward] * (text.shared_expert_intermediate_size - text.intermediate_size)
             once += WEIGHTED_SWIGLU[backward] * experts * text.moe_intermediate_size
-            hidden += 2 * experts * text.hidden_size
+            doubled += 2 * experts * text.hidden_size
         if linear and text.linear_layers[layer]:
-            mixer = 10 * linear.channels + 8 * linear.value_width
+            doubled += 10 * linear.channels + 8 * linear.value_width
         else:
-            mixer = 6 * text.query_width if linear else 0
-            once += (3 if backward else 2) * (text.query_width + text.key_width)
-            once += ROTATION * (text.query_width + text.key_width) + (0 if backward else 2 * text.key_width)
-        return shape.tokens * size * ((2 if backward else 1) * (hidden + mixer) + once)
+            doubled += 6 * text.query_width if linear else 0
+            once += ((3 if backward else 2) + ROTATION) * (text.query_width + text.key_width)
+            once += 0 if backward else 2 * text.key_width
+        return shape.tokens * size * ((2 if backward else 1) * doubled + once)
 
     def vision_traffic(self, shape: MicrobatchShape, size: int) -> float:
         """The same of the whole vision tower: two norms with residuals, rotary embeddings, biases and GELU."""

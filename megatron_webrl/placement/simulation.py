@@ -23,7 +23,7 @@ MAX_DROPPED_GROUPS = 10_000  # in a row, after which the simulation gives an err
 
 Call = Callable[[], None]
 Slowdown = Callable[[int], float]
-"""How many times as long each of n requests takes in an engine as alone."""
+"""How many times as long each of n concurrent jobs, such as the requests of an engine, takes as alone."""
 
 # -- what is simulated ---------------------------------------------------------------------------
 
@@ -186,11 +186,11 @@ class ProcessorSharingServer:
     p + its work, so that an arrival or a departure changes the rate of all jobs in O(log n).
     """
 
-    def __init__(self, clock: SimulatedClock, rate: Callable[[int], float]) -> None:
-        """`rate`: work per second of each of n concurrent jobs."""
+    def __init__(self, clock: SimulatedClock, slowdown: Slowdown) -> None:
+        """`slowdown`: seconds that a second's work of each of n concurrent jobs takes."""
         self.count = 0
         self.busy_seconds = self.job_seconds = self.work_done = 0.0  # seconds with a job; job-seconds; work done
-        self._clock, self._rate = clock, rate
+        self._clock, self._slowdown = clock, slowdown
         self._jobs: list[ServerJob] = []
         self._progress, self._since, self._speed = 0.0, 0.0, 1.0
         self._planned = 0  # number of the latest plan; earlier ones are void
@@ -223,7 +223,7 @@ class ProcessorSharingServer:
         passed = self._clock.now - self._since
         self._since = self._clock.now
         if self.count and passed:
-            done = passed * self._speed * self._rate(self.count)
+            done = passed * self._speed / self._slowdown(self.count)
             self._progress += done
             self.busy_seconds += passed
             self.job_seconds += passed * self.count
@@ -234,7 +234,7 @@ class ProcessorSharingServer:
         while self._jobs and self._jobs[0].done is None:
             heapq.heappop(self._jobs)
         if self._jobs and self._speed:
-            seconds = (self._jobs[0].end - self._progress) / (self._speed * self._rate(self.count))
+            seconds = (self._jobs[0].end - self._progress) * self._slowdown(self.count) / self._speed
             self._clock.call_later(max(0.0, seconds), partial(self._finish, self._planned))
 
     def _finish(self, plan: int) -> None:
@@ -267,9 +267,9 @@ def saturated_rate(slowdown: Slowdown) -> float:
     return max(count / slowdown(count) for count in range(1, MOST_REQUESTS + 1))
 
 
-def core_rate(cores: int) -> Callable[[int], float]:
-    """CPU seconds per second of each of n runnable processes."""
-    return lambda count: 1.0 if count <= cores else cores / count
+def core_slowdown(cores: int) -> Slowdown:
+    """Of each of n runnable processes."""
+    return lambda count: max(1.0, count / cores)
 
 
 # -- rollout -------------------------------------------------------------------------------------
@@ -325,7 +325,7 @@ class SimulatedWorker:
     """One engine, its running groups, and the cores of its node."""
 
     def __init__(self, clock: SimulatedClock, settings: SimulationSettings, cores: ProcessorSharingServer) -> None:
-        self.engine = ProcessorSharingServer(clock, lambda count: 1 / settings.slowdown(count))
+        self.engine = ProcessorSharingServer(clock, settings.slowdown)
         self.cores = cores
         self.groups: dict[SimulatedGroup, None] = {}
         self.stepping = SimulatedRounds(settings.stepping == "free")
@@ -434,7 +434,7 @@ class SimulatedRollout:
         self._running, self._since = 0, 0.0  # groups, and the moment until which they are counted
         self._settings, self._workload, self._seed, self._arrived = settings, workload, seed, arrived
         self._rng = np.random.default_rng(seed)
-        self.cores = [ProcessorSharingServer(clock, core_rate(settings.cores)) for _ in range(settings.nodes)]
+        self.cores = [ProcessorSharingServer(clock, core_slowdown(settings.cores)) for _ in range(settings.nodes)]
         share = -(-settings.engines // settings.nodes)
         self.workers = [SimulatedWorker(clock, settings, self.cores[n // share]) for n in range(settings.engines)]
         self._claimed = self._limit = 0

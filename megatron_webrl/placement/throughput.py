@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -71,14 +71,18 @@ class RandomWorkload:
         outcome = "all_succeeded" if succeeds.all() else "mixed" if succeeds.any() else "all_failed"
         return GroupWork(episodes, outcome if outcome in self.dropped else None)
 
+    @cached_property
+    def _seconds(self) -> tuple[float, float]:
+        """Of a step in an engine without other requests: before its response, and of each token of that."""
+        return sum(self.step.blocking.values()), self.step.engine.decode(1, self.step.context)
+
     def _episode(self, rng: np.random.Generator, length: int, trainable: bool) -> EpisodeWork:
-        given, step = self.lengths, self.step
+        given, (alone, token) = self.lengths, self._seconds
         waits = _log_normal(rng, given.browser_seconds, given.browser_sigma, length + 1).tolist()
         responses = _log_normal(rng, given.response_tokens, given.response_sigma, length).round().astype(int).tolist()
-        alone, prompt = step.seconds(1), round(step.prompt)
-        token = step.engine.decode(1, step.context)
+        prompt = round(self.step.prompt)
         steps = tuple(
-            StepWork(alone + (response - step.response) * token, wait, prompt, response, given.browser_cpu_seconds)
+            StepWork(alone + response * token, wait, prompt, response, given.browser_cpu_seconds)
             for response, wait in zip(responses, waits[1:], strict=True)
         )
         return EpisodeWork(waits[0], steps, trainable)

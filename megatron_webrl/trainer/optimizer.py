@@ -60,8 +60,8 @@ class ScheduledOptimizer:
     _away: list[torch.Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        with self.resident():
-            pass
+        if self.keep == "host":
+            self._leave()
 
     @contextlib.contextmanager
     def resident(self) -> Iterator[None]:

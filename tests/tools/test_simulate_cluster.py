@@ -67,7 +67,7 @@ def test_groups_keep_their_fates(tmp_path: Path) -> None:
 def requests_of_an_engine(serial: float, training: list[timeline.TimeSpan]) -> list[Timed]:
     """Episodes that an engine served, with a token a second for a lone request, half as fast beside training."""
     clock, rng = SimulatedClock(), np.random.default_rng(0)
-    engine = ProcessorSharingServer(clock, lambda count: 1 / linear_slowdown(serial)(count))
+    engine = ProcessorSharingServer(clock, linear_slowdown(serial))
     found: list[Timed] = []
     for begin, end in training:
         clock.call_at(begin, lambda: engine.set_speed(0.5))

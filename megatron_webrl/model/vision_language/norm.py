@@ -7,11 +7,11 @@ from functools import cache
 from typing import Any
 
 import torch
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron_webrl.model.vision_language.compilation import compile_functions
+from megatron_webrl.model.vision_language.text_config import TextConfig
 
 
 class RMSNorm(nn.Module):
@@ -21,12 +21,12 @@ class RMSNorm(nn.Module):
     `weight.sequence_parallel` makes Megatron sum the gradient over tensor-parallel ranks, which see different tokens.
     """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6) -> None:
+    def __init__(self, config: TextConfig, hidden_size: int, eps: float = 1e-6) -> None:
         super().__init__()
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         self.eps = eps
         self.zero_centered = config.layernorm_zero_centered_gamma
-        self.compiled: bool = getattr(config, "compile_pointwise", False)
+        self.compiled = config.compile_pointwise
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
@@ -65,7 +65,7 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, zero_centered: bool, compiled: bool) -> Tensor:
         rows = x.detach().flatten(0, -2).contiguous()  # keys are a view of the whole projection: kept, they keep that
         ctx.save_for_backward(rows, weight)
-        compiled = compiled and x[..., 0].numel() > 1  # it would compile again for 0 and for 1
+        compiled = compiled and len(rows) > 1  # it would compile again for 0 and for 1
         ctx.settings = eps, zero_centered, compiled
         norm = compiled_functions()[0] if compiled else normalized
         result: Tensor = norm(rows, weight.detach(), eps, zero_centered)

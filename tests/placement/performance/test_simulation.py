@@ -17,7 +17,7 @@ from megatron_webrl.placement.simulation import (
     SimulationSettings,
     StepWork,
     UpdateTimes,
-    core_rate,
+    core_slowdown,
     linear_slowdown,
     simulate,
 )
@@ -56,7 +56,7 @@ def uneven(seed: int = 0, groups: int = 40) -> RecordedWorkload:
 def ends(works: dict[float, float], rate: float, speeds: dict[float, float] | None = None) -> list[float]:
     """When jobs end that begin at the given times with the given work at a server."""
     clock, found = SimulatedClock(), []
-    server = ProcessorSharingServer(clock, lambda count: 1 / linear_slowdown(rate)(count))
+    server = ProcessorSharingServer(clock, linear_slowdown(rate))
 
     def begin(work: float) -> None:
         server.submit(work, lambda: found.append(clock.now))
@@ -75,14 +75,14 @@ def test_a_shared_server_gives_everybody_the_same() -> None:
     # Two of half the serial work each take 1.5 times as long: 0.5 + 0.75 for the first; 2.5 then is left of the other.
     assert ends({0.0: 1.0, 0.5: 3.0}, rate=0.5) == pytest.approx([1.25, 3.75])
     assert ends({0.0: 1.0}, rate=1.0, speeds={0.25: 0.0, 4.25: 0.5}) == pytest.approx([5.75])
-    assert [core_rate(4)(count) for count in (1, 4, 8)] == [1, 1, 0.5]
+    assert [core_slowdown(4)(count) for count in (1, 4, 8)] == [1, 1, 2]
 
 
 @pytest.mark.parametrize("agents", [1, 12])
 def test_a_closed_network_has_the_throughput_of_mean_value_analysis(agents: int) -> None:
     """A processor-sharing server and a delay: exact for any distribution (Reiser and Lavenberg 1980)."""
     clock, rng, done = SimulatedClock(), np.random.default_rng(agents), [0]
-    server, think = ProcessorSharingServer(clock, lambda count: 1 / count), 3.0
+    server, think = ProcessorSharingServer(clock, lambda count: count), 3.0
 
     def answered() -> None:
         done[0] += 1
