@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -51,16 +53,24 @@ def parse_size(text: str) -> int:
 
 def run_conversion(tool: str, target: Path, convert: Callable[[], ConversionSummary]) -> int:
     """Convert and print a summary. Exit code: 2 and one line for an error, 130 for an interrupt."""
+    interrupts = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        interrupts.append(number)
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGINT, interrupt)
     try:
         summary = convert()
-    except (ValueError, OSError) as error:
+    except (Exception, KeyboardInterrupt) as error:
+        if interrupts:  # whatever was raised: torch's C++ code puts errors of its own in an interrupt's place
+            print(f"{tool}: interrupted; nothing was written", file=sys.stderr)
+            return 130
+        if not isinstance(error, (ValueError, OSError)):
+            raise
         print(f"{tool}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    except (KeyboardInterrupt, RuntimeError) as error:
-        # torch's writer of a file raises another error in place of an interrupt
-        if not isinstance(error, KeyboardInterrupt) and not isinstance(error.__context__, KeyboardInterrupt):
-            raise
-        print(f"{tool}: interrupted; nothing was written", file=sys.stderr)
-        return 130
+    finally:
+        signal.signal(signal.SIGINT, previous)
     print(f"{target}: {summary.tensors} tensors, {summary.nbytes / 1e9:.3f} GB")
     return 0
