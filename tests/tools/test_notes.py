@@ -45,5 +45,5 @@ def test_shares_count_only_episodes_that_can_tell() -> None:
     red, blue = SIGNS[:2]
     noted, unnoted = episode(red, red, red, red), episode(red, blue, red, red)
     found = figures_of([noted, unnoted, episode(None, red, None, blue), episode(red, None, red, None)])
-    assert [(each["share"], each["of"]) for each in found.values()] == [(2 / 4, 4), (1 / 3, 3), (2 / 3, 3)]
+    assert [(each["share"], each["of"]) for each in found.values()] == [(2 / 4, 4), (2 / 3, 3), (1 / 3, 3), (2 / 3, 3)]
     assert figures_of([episode(None, red, red, None)])["press_is_note"] == {"share": None, "interval": None, "of": 0}

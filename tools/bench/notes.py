@@ -3,8 +3,9 @@
     python -m tools.bench.notes runs/quickstart --json notes.json
 
 RUN has stored its episodes (`tracking.episodes_gib`). By environment and policy version: the success, how often the
-first response notes the sign that it sees, and how often the last one presses the button of the note that its prompt
-carries, the one before its own. With 95 % intervals (Wilson, over episodes).
+last response presses the button of the sign that was shown, or answers with its name (as the success, unless a judge
+errs), how often the first notes the sign that it sees, and how often the last presses or answers what the note in its
+prompt says, the one before its own. With 95 % intervals (Wilson, over episodes).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageFilter
 from rich.console import Console
 from rich.table import Table
 
@@ -40,20 +41,29 @@ REACH = 24  # pixels from a click to the drawing on its button
 NOTE = re.compile(r"Memory: (\w+ \w+);")
 
 
+def signs_of(picture: Image.Image) -> dict[str, np.ndarray]:
+    """The pixels of the signs of a screenshot by colour, bool [height, width]; letters are thinner than a sign."""
+    pixels, found = np.asarray(picture).astype(int), {}
+    for name, colour in COLOURS.items():
+        near = np.abs(pixels - colour).sum(-1) < 20
+        around = Image.fromarray(near.astype(np.uint8) * 255).filter(ImageFilter.BoxBlur(8))
+        near &= np.asarray(around) > 0.25 * 255
+        near[:FIRST_ROW] = False
+        if near.any():
+            found[name] = near
+    return found
+
+
 def sign_near(image: bytes, x: float, y: float, reach: float) -> str | None:
     """The sign, such as "red circle", nearest to a point of a screenshot, all in pixels; None without one in reach."""
     picture = Image.open(io.BytesIO(image)).convert("RGB")
-    pixels = np.asarray(picture).astype(int)
     nearest: tuple[float, str, tuple[int, int]] | None = None
-    for name, colour in COLOURS.items():
-        rows, columns = np.nonzero(np.abs(pixels - colour).sum(-1) < 20)
-        for row, column in zip(rows.tolist(), columns.tolist(), strict=True):
-            distance = ((column - x) ** 2 + (row - y) ** 2) ** 0.5
-            if row >= FIRST_ROW and distance <= reach and (nearest is None or distance < nearest[0]):
-                # Text is thinner than a sign.
-                whole = pixels[max(0, row - 8) : row + 9, max(0, column - 8) : column + 9]
-                if (np.abs(whole - colour).sum(-1) < 20).mean() > 0.25:
-                    nearest = distance, name, (column, row)
+    for name, near in signs_of(picture).items():
+        rows, columns = np.nonzero(near)
+        distances = np.hypot(columns - x, rows - y)
+        first = int(distances.argmin())
+        if distances[first] <= reach and (nearest is None or distances[first] < nearest[0]):
+            nearest = float(distances[first]), name, (int(columns[first]), int(rows[first]))
     if nearest is None:
         return None
     _, name, place = nearest
@@ -74,7 +84,7 @@ class NotedEpisode:
     sign: str | None
     first_note: str | None
     carried_note: str | None
-    pressed: str | None
+    pressed: str | None  # or answered
 
 
 def read_episode(trajectory: Trajectory, kind: str, processor: Processor) -> NotedEpisode:
@@ -82,7 +92,7 @@ def read_episode(trajectory: Trajectory, kind: str, processor: Processor) -> Not
     first, carried, last = trajectory.steps[0], trajectory.steps[-2:][0], trajectory.steps[-1]
     notes = [NOTE.match(str(processor.tokenizer.decode(step.response_token_ids))) for step in (first, carried)]
     first_note, carried_note = (note and note[1] for note in notes)
-    pressed = None
+    pressed = trajectory.answer
     if last.action is not None and last.action.coordinate is not None:
         image = trajectory.images[last.images[-1]]
         width, height = Image.open(io.BytesIO(image)).size
@@ -110,11 +120,12 @@ def read_episodes(run: Path, processor: Processor) -> Iterator[NotedEpisode]:
 
 
 def figures_of(episodes: Sequence[NotedEpisode]) -> dict[str, Any]:
-    """Success, P(note = sign) where a sign is shown, P(press = note) where a sign's button was pressed at the end."""
-    pressed = [each for each in episodes if each.pressed]
+    """Success, P(press = sign) and P(note = sign) where a sign is shown, P(press = note) where one was pressed last."""
+    pressed, shown = ([each for each in episodes if getattr(each, name)] for name in ("pressed", "sign"))
     return {
         "success": share_of([each.success for each in episodes]),
-        "note_is_sign": share_of([each.first_note == each.sign for each in episodes if each.sign]),
+        "press_is_sign": share_of([each.pressed == each.sign for each in shown]),
+        "note_is_sign": share_of([each.first_note == each.sign for each in shown]),
         "press_is_note": share_of([each.carried_note == each.pressed for each in pressed]),
     }
 
@@ -147,7 +158,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(f"notes: {error}")
     if not rows:
         sys.exit(f"notes: no stored episodes of {SCRIPT}-* in {', '.join(map(str, options.runs))}")
-    table, found = Table("environment", "episodes of", "episodes", "success", "note = sign", "press = note"), []
+    shares = ("success", "press = sign", "note = sign", "press = note")
+    table, found = Table("environment", "episodes of", "episodes", *shares), []
     for (environment, kind, first), episodes in sorted(rows.items()):
         figures = figures_of(episodes)
         name = f"versions {first} to {first + options.updates - 1}" if kind == TRAINING else kind
