@@ -75,6 +75,7 @@ LIMIT_OUTCOMES = frozenset({EPISODE_TIMEOUT, "context_overflow"})
 """Outcomes of episodes that the time limit or the length of the context cut off."""
 
 BLOCKED = "blocked"  # masks an episode in which the website refused the agent, such as by a CAPTCHA
+REWARD_ERROR = "reward_error"  # masks an episode to which trainer.reward.function gives no reward
 JUDGE_ERROR = "judge_error"  # masks an episode without a usable verdict
 TEACHER_ERROR = "teacher_error"  # masks an episode that the teacher of a distillation could not score
 ABORTED = "aborted"  # masks an episode ended because its group can no longer be trained; the whole group is dropped

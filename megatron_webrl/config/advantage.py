@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_webrl.config.setting import ConfigError, setting
+from megatron_webrl.config.setting import ConfigError, own_options, setting
 
 PENALTIES = (
     "Steps that bear a penalty: all steps of the episode share its mean, or each step bears its own."  # of two variants
@@ -20,8 +20,9 @@ class AdvantageConfig:
         "group",
         "group: the return against the statistics of its group; gdpo: outcome and each penalty normalised separately, "
         "then added with the penalties as weights; critic: a step critic, a value head on the policy's trunk, whose "
-        "values replace the statistics of groups.",
+        "values replace the statistics of groups; or the import path of a function (docs/extending.md).",
         choices=("group", "gdpo", "critic"),
+        own=True,
     )
     discount: float = setting(
         1.0, "A step's return is the outcome times this, to the power of the steps that follow it.", above=0, high=1
@@ -93,6 +94,20 @@ class CriticConfig(AdvantageConfig):
     penalties: str = setting("trajectory", PENALTIES, choices=("trajectory", "step"))
 
 
+@dataclass
+class OwnAdvantageConfig(AdvantageConfig):
+    """Credit by a function of the user's own."""
+
+    options: dict[str, Any] = own_options()
+
+    def check(self) -> None:
+        if self.discount != 1:
+            raise ConfigError(
+                f"trainer.advantage.discount={self.discount} has no effect with trainer.advantage.name={self.name}, "
+                "which makes advantages of rewards itself; leave it out"
+            )
+
+
 ADVANTAGES: dict[str, type[AdvantageConfig]] = {
     "group": GroupAdvantageConfig,
     "gdpo": GdpoConfig,
@@ -103,4 +118,4 @@ ADVANTAGES: dict[str, type[AdvantageConfig]] = {
 
 def advantage_config(name: str = "group", **settings: Any) -> Any:
     """Settings of one way to assign credit; those that are left out have their defaults."""
-    return ADVANTAGES[name](name=name, **settings)
+    return ADVANTAGES.get(name, OwnAdvantageConfig)(name=name, **settings)

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_webrl.config.setting import ConfigError, check_sections, setting
+from megatron_webrl.config.setting import ConfigError, check_sections, own_options, setting
 
 TOKEN_LIMITS = ("max_tokens", "max_completion_tokens")
 """Arguments of chat.completions that limit a reply; endpoints know one of them or both."""
@@ -92,6 +92,7 @@ class JudgeConfig:
         ["page"],
         "What decides the outcome of an episode: page (the page's reward, else the task's answer), exact_answer, "
         "normalized_answer, judge (a judge model), or the import path of a function, such as my_package.my_module:f.",
+        own=True,
     )
     reward_threshold: float = setting(
         0.0, "Least reward of a page that is a success for the evaluator page; 0: any reward above 0.", low=0
@@ -104,8 +105,9 @@ class JudgeConfig:
     protocol: str = setting(
         "rubric",
         "Protocol of the judge; every result names it. webgym and async_webrl are rubric by the rules of the released "
-        "codes (docs/judge.md).",
+        "codes (docs/judge.md). Or the import path of a protocol (docs/extending.md).",
         choices=("rubric", "webgym", "async_webrl", "webjudge", "webvoyager", "agenttrek"),
+        own=True,
     )
     graded: bool = setting(
         False,
@@ -178,6 +180,13 @@ class WebJudgeConfig(WebVoyagerConfig):
     relevance: JudgeModelConfig = field(default_factory=JudgeModelConfig)
 
 
+@dataclass
+class OwnProtocolConfig(WebJudgeConfig):
+    """A protocol of the user's own."""
+
+    options: dict[str, Any] = own_options()
+
+
 PROTOCOLS: dict[str, type[JudgeConfig]] = {
     "rubric": WebJudgeConfig,
     "webgym": WebJudgeConfig,
@@ -191,4 +200,4 @@ PROTOCOLS: dict[str, type[JudgeConfig]] = {
 
 def judge_config(protocol: str = "rubric", **settings: Any) -> Any:
     """Settings of one protocol; those that are left out have their defaults."""
-    return PROTOCOLS[protocol](protocol=protocol, **settings)
+    return PROTOCOLS.get(protocol, OwnProtocolConfig)(protocol=protocol, **settings)

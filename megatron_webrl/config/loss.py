@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_webrl.config.setting import ConfigError, setting
+from megatron_webrl.config.setting import ConfigError, own_options, setting
 
 LOSS_NAMES = ("grpo", "gspo", "cispo", "sapo", "dppo", "raft", "raft_plus_plus")
 
@@ -18,8 +18,10 @@ class LossConfig:
         "grpo",
         "grpo: clipped surrogate, ratios per token; gspo: ratios per response; cispo: log-likelihood with clipped "
         "weights; sapo: sigmoid gate instead of a clip; dppo: bound of the divergence instead of the ratio; raft: "
-        "log-likelihood of successes; raft_plus_plus: clipped surrogate of successes.",
+        "log-likelihood of successes; raft_plus_plus: clipped surrogate of successes; or the import path of a loss "
+        "(docs/extending.md).",
         choices=LOSS_NAMES,
+        own=True,
     )
     normalizer: str = setting(
         "constant",
@@ -166,6 +168,13 @@ class RaftPlusPlusConfig(ReplayConfig, OffPolicyLossConfig):
     clip_high: float = setting(0.2, "Upper clip of the ratio, 1 + clip_high.", above=0)
 
 
+@dataclass
+class OwnLossConfig(LossConfig):
+    """A loss of the user's own."""
+
+    options: dict[str, Any] = own_options()
+
+
 LOSSES: dict[str, type[LossConfig]] = {
     "grpo": DualClipConfig,
     "gspo": DualClipConfig,
@@ -180,11 +189,18 @@ LOSSES: dict[str, type[LossConfig]] = {
 
 def loss_config(name: str = "grpo", **settings: Any) -> Any:
     """Settings of one loss; those that are left out have their defaults."""
-    return LOSSES[name](name=name, **settings)
+    return LOSSES.get(name, OwnLossConfig)(name=name, **settings)
 
 
 @dataclass
 class RewardConfig:
+    function: str = setting(
+        "",
+        "Import path of a function that gives the reward of a judged episode (docs/extending.md); empty: 1 for a "
+        "success, 0 or what judge.graded says for a failure.",
+        own=True,
+    )
+    options: dict[str, Any] = own_options(only_with="function")
     unfinished: str = setting(
         "mask",
         "Episodes that are cut off. mask: none is trained; limits_fail: those that reach "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_webrl.config.setting import setting
+from megatron_webrl.config.setting import ConfigError, is_import_path, own_options, setting, variants
 
 COMPACT_FORMATS = ("bare", "memory_compact")
 """Values of rollout.context.response_format that suit rollout.context.compact."""
@@ -16,9 +16,11 @@ class ContextConfig:
     policy: str = setting(
         "sliding",
         "sliding: each prompt holds the latest rounds. append: each prompt is the previous one, its "
-        "answer and a new turn, until the window is full.",
+        "answer and a new turn, until the window is full. Or the import path of a policy (docs/extending.md).",
         choices=("sliding", "append"),
+        own=True,
     )
+    options: dict[str, Any] = own_options()
     history_turns: int = setting(
         4,
         "Rounds with screenshots in a prompt, at most: past rounds plus the current one. Older rounds become summary "
@@ -29,8 +31,10 @@ class ContextConfig:
         "vanilla",
         "Fields before the tool call. bare: none; vanilla: Action; progress: Progress, Action; memory_additive: "
         "Memory (facts are only added), Progress, Intention, Action; memory_compressive: the same, Memory rewritten at "
-        "each step; memory_compact: Memory, a line of short notes, also with compact (docs/rollout.md).",
+        "each step; memory_compact: Memory, a line of short notes, also with compact (docs/rollout.md). Or the import "
+        "path of a form (docs/extending.md).",
         choices=("bare", "vanilla", "progress", "memory_additive", "memory_compressive", "memory_compact"),
+        own=True,
     )
     carry_fields: bool = setting(
         True, "Show the latest Memory and Progress in later prompts, whose window may have lost the response."
@@ -49,6 +53,30 @@ class ContextConfig:
     )
     compact: bool = setting(False, "Short tool schema for models with a small window.")
     scroll_position: bool = setting(False, "Say with each screenshot which part of the page it shows.")
+
+    def check(self) -> None:
+        if self.options and not is_import_path(self.policy):
+            raise ConfigError(
+                f"rollout.context.options has no effect with rollout.context.policy={self.policy}, which is no import "
+                "path; leave it out"
+            )
+
+
+@dataclass
+class AgentConfig:
+    name: str = setting(
+        "tool_calls",
+        "tool_calls: each response is one call of the tool; or the import path of an agent (docs/extending.md).",
+        choices=("tool_calls",),
+        own=True,
+    )
+
+
+@dataclass
+class OwnAgentConfig(AgentConfig):
+    """An agent of the user's own."""
+
+    options: dict[str, Any] = own_options()
 
 
 @dataclass
@@ -121,6 +149,7 @@ class RolloutConfig:
     )
     episode_timeout_seconds: float = setting(2700.0, "Limit of one episode.", above=0)
     context: ContextConfig = field(default_factory=ContextConfig)
+    agent: AgentConfig = variants("name", {"tool_calls": AgentConfig}, OwnAgentConfig)
 
     @property
     def has_fp8_cache(self) -> bool:

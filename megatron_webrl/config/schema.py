@@ -9,10 +9,17 @@ from pathlib import Path
 from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.config.cluster import ClusterConfig
 from megatron_webrl.config.engine_options import check_engine_options
-from megatron_webrl.config.judge import PROTOCOLS, JudgeConfig
+from megatron_webrl.config.judge import PROTOCOLS, JudgeConfig, OwnProtocolConfig
 from megatron_webrl.config.loss import BaselineLossConfig, OffPolicyLossConfig
 from megatron_webrl.config.rollout import COMPACT_FORMATS, RolloutConfig
-from megatron_webrl.config.setting import ConfigError, check_sections, flatten_config, setting, variants
+from megatron_webrl.config.setting import (
+    ConfigError,
+    check_sections,
+    flatten_config,
+    is_import_path,
+    setting,
+    variants,
+)
 from megatron_webrl.config.tasks import PAGE_SOURCES, SOURCES, FileTasksConfig, LatencyConfig, TasksConfig
 from megatron_webrl.config.trainer import TrainerConfig
 
@@ -181,7 +188,7 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     tasks: TasksConfig = variants("source", SOURCES.classes, SOURCES.own)
     browser: BrowserConfig = field(default_factory=BrowserConfig)
-    judge: JudgeConfig = variants("protocol", PROTOCOLS)
+    judge: JudgeConfig = variants("protocol", PROTOCOLS, OwnProtocolConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     ring: RingConfig = field(default_factory=RingConfig)
     weights: WeightsConfig = field(default_factory=WeightsConfig)
@@ -359,9 +366,10 @@ def _check_context(config: Config) -> None:
             "rollout.context.history_turns=1 leaves no room to append to (rollout.context.policy=append); set "
             "history_turns to at least 2, or policy to sliding"
         )
-    if context.compact and context.response_format not in ("vanilla", *COMPACT_FORMATS):
+    form = context.response_format
+    if context.compact and form not in ("vanilla", *COMPACT_FORMATS) and not is_import_path(form):
         raise ConfigError(
-            f"rollout.context.response_format={context.response_format} has no effect with "
+            f"rollout.context.response_format={form} has no effect with "
             "rollout.context.compact=true, whose responses are bare tool calls; set it to bare or memory_compact, or "
             "compact to false"
         )

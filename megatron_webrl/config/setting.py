@@ -15,21 +15,36 @@ class ConfigError(ValueError):
 
 
 def setting(
-    default: Any, help: str, *, low=None, high=None, above=None, choices=None, check=None, only_with=None
+    default: Any, help: str, *, low=None, high=None, above=None, choices=None, check=None, only_with=None, own=False
 ) -> Any:
     """A configuration field: default, meaning, and inclusive limits (`above` is exclusive).
 
     `check` returns what is wrong with a value, to follow the setting's name in a message; empty if nothing is.
     `only_with`: another setting of the section, which must be on, or (name, *values), which must have one of these
-    values; otherwise this setting has no effect and keeps its default.
+    values; otherwise this setting has no effect and keeps its default. `own`: instead of a choice the value can be the
+    import path of something of the user's own.
     """
     limits = {
         "help": help, "low": low, "high": high, "above": above, "choices": choices, "check": check,
-        "only_with": only_with
+        "only_with": only_with, "own": own
     }  # fmt: skip
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=limits)
     return field(default=default, metadata=limits)
+
+
+def own_options(only_with: str | None = None) -> Any:
+    """The setting `options` of a section that names something of the user's own."""
+    return setting(
+        {},
+        "Options of what the import path names: values of the dataclass by which it annotates its argument `options`.",
+        only_with=only_with,
+    )
+
+
+def is_import_path(value: object) -> bool:
+    """Whether the value of a setting is an import path such as my_package.my_module:name."""
+    return ":" in str(value)
 
 
 @dataclass(frozen=True)
@@ -42,7 +57,7 @@ class Variants:
 
     def choose(self, section: str, name: Any) -> type:
         """The class of `name`. Raises ConfigError for a name that is not known."""
-        if self.own is not None and ":" in str(name):
+        if self.own is not None and is_import_path(name):
             return self.own
         if name not in self.classes:
             hint = close_matches(str(name), list(self.classes))
@@ -87,8 +102,9 @@ def check_sections(config: Any, prefix: str = "") -> None:
 
 
 def _check_value(key: str, value: Any, limit: Mapping[str, Any]) -> None:
-    if limit.get("choices") and value not in limit["choices"]:
-        raise ConfigError(f"{key}={value!r} is not one of {', '.join(limit['choices'])}")
+    if limit.get("choices") and value not in limit["choices"] and not (limit["own"] and is_import_path(value)):
+        own = ", nor an import path such as my_package.my_module:name" if limit["own"] else ""
+        raise ConfigError(f"{key}={value!r} is not one of {', '.join(limit['choices'])}{own}")
     if limit.get("check") and (problem := limit["check"](value)):
         raise ConfigError(f"{key}{problem}")
     if has_address_with_user(str(value)):

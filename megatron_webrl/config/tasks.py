@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_webrl.config.setting import ConfigError, Variants, setting
+from megatron_webrl.config.setting import ConfigError, Variants, is_import_path, setting
 from megatron_webrl.types import DIFFICULTIES
 from megatron_webrl.util.text import close_matches
 
@@ -112,6 +112,7 @@ class TasksConfig:
         "miniwob",
         "Where tasks come from: miniwob, sites, a format of task files (webgym, online_mind2web, webvoyager, file), "
         "or the import path of a source, such as my_package.my_source:Source.",
+        own=True,
     )
     max_steps: int = setting(10, "Step limit of an episode.", low=1)
     max_steps_by_difficulty: dict[str, int] = setting(
@@ -136,7 +137,7 @@ class TasksConfig:
     @property
     def from_import_path(self) -> bool:
         """Whether tasks.source is an import path, such as my_package.my_source:Source."""
-        return ":" in self.source
+        return is_import_path(self.source)
 
     def check(self) -> None:
         for key in ("max_steps_by_difficulty", "evaluation_max_steps_by_difficulty"):

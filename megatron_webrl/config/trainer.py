@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megatron_webrl.config.advantage import ADVANTAGES, AdvantageConfig, CriticConfig
+from megatron_webrl.config.advantage import ADVANTAGES, AdvantageConfig, CriticConfig, OwnAdvantageConfig
 from megatron_webrl.config.distillation import DistillationConfig
-from megatron_webrl.config.loss import LOSSES, LossConfig, RewardConfig
+from megatron_webrl.config.loss import LOSSES, LossConfig, OwnLossConfig, RewardConfig
 from megatron_webrl.config.setting import setting, variants
 
 WARM_START_TIMEOUT_SECONDS = 3600.0  # limit of the whole warm start, demonstrations included
@@ -144,9 +144,9 @@ class TrainerConfig:
         "profiled update is slower, and its file has some tens of MB.",
     )
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    loss: LossConfig = variants("name", LOSSES)
+    loss: LossConfig = variants("name", LOSSES, OwnLossConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
-    advantage: AdvantageConfig = variants("name", ADVANTAGES)
+    advantage: AdvantageConfig = variants("name", ADVANTAGES, OwnAdvantageConfig)
     distillation: DistillationConfig = field(default_factory=DistillationConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -11,7 +11,6 @@ Combinations fail closed: an outcome that no evaluator decided masks the episode
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
 import logging
 import math
@@ -26,11 +25,12 @@ from dataclasses import asdict, replace
 from decimal import Decimal
 from typing import Any
 
+from megatron_webrl.config.import_path import find_function
 from megatron_webrl.config.judge import JudgeConfig
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.judge.budget import BudgetSpent, UsageMeter
 from megatron_webrl.judge.client import JudgeClient, check_prices, voter_slots
-from megatron_webrl.judge.protocols import PROTOCOLS, Finding
+from megatron_webrl.judge.protocols import Finding, find_protocol
 from megatron_webrl.judge.questions import Asker, EpisodeView, PromptFiles, Undecided
 from megatron_webrl.types import ANSWER, DONE, JUDGE_ERROR, REGULAR_ENDS, TRAINABLE_OUTCOMES, Trajectory, Verdict, Vote
 from megatron_webrl.util.concurrency import in_own_thread, run_together
@@ -111,7 +111,7 @@ class Judge:
 
     def __init__(self, settings: JudgeConfig, meter: UsageMeter) -> None:
         """Raises ConfigError for missing prompts, models, endpoints or keys."""
-        self._settings, self._protocol = settings, PROTOCOLS[settings.protocol]
+        self._settings, self._protocol = settings, find_protocol(settings)
         stages = self._protocol.stages
         self._prompts = PromptFiles.load(settings.prompts, self._protocol.folder, stages)
         self.client = JudgeClient(settings, meter)
@@ -299,12 +299,7 @@ class _ByFunction:
         known = ", ".join(["page", *_BY_ANSWER, "judge"])
         if not module or not name:
             raise ConfigError(f"judge.evaluators: {path!r} is none of {known}, nor of the form package.module:function")
-        try:
-            self._function = getattr(importlib.import_module(module), name)
-        except Exception as error:  # the module is the user's: importing it can raise anything
-            raise ConfigError(f"judge.evaluators: {path}: {type(error).__name__}: {first_line(error)}") from error
-        if not callable(self._function):
-            raise ConfigError(f"judge.evaluators: {path} is {type(self._function).__name__}, not a function")
+        self._function = find_function(path, "judge.evaluators", ("trajectory",))
 
     async def __call__(self, trajectory: Trajectory) -> tuple[Verdict, bool]:
         try:

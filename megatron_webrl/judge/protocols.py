@@ -39,6 +39,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from megatron_webrl.config.import_path import find, find_function, kind_of
+from megatron_webrl.config.judge import JudgeConfig, OwnProtocolConfig
+from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.judge.questions import RELEVANT_SCORE, Answer, Asker, EpisodeView, Question, Screenshot
 from megatron_webrl.judge.replies import KEY_POINTS, SCORE, VERDICT, ReplyForm, numbered_lines
 from megatron_webrl.types import BLOCKED
@@ -184,6 +187,23 @@ async def judge_as_agenttrek(episode: EpisodeView, asker: Asker) -> Finding:
 
 
 RUBRIC_STAGES = ("relevance", "blocked", "supported", "rubric", "reference")
+
+
+def find_protocol(settings: JudgeConfig) -> JudgeProtocol:
+    """The protocol of judge.protocol. Raises ConfigError for an import path of none.
+
+    An import path names a JudgeProtocol, or a function that makes one, with judge.options.
+    """
+    if not isinstance(settings, OwnProtocolConfig):
+        return PROTOCOLS[settings.protocol]
+    found = find(settings.protocol, "judge.protocol")
+    if not isinstance(found, JudgeProtocol):
+        found = find_function(settings.protocol, "judge.protocol", (), settings.options)()
+    if not isinstance(found, JudgeProtocol):
+        raise ConfigError(f"judge.protocol={settings.protocol} gives {kind_of(found)}, not a JudgeProtocol")
+    return found
+
+
 PROTOCOLS = {
     "rubric": JudgeProtocol("rubric", RUBRIC_STAGES, judge_by_rubric),
     "webgym": JudgeProtocol("webgym", RUBRIC_STAGES, partial(judge_by_rubric, released="webgym")),

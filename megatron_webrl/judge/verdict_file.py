@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_webrl.config.judge import JudgeConfig
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.judge.protocols import PROTOCOLS
+from megatron_webrl.judge.protocols import find_protocol
 from megatron_webrl.judge.questions import PromptFiles
 from megatron_webrl.types import JUDGE_ERROR, Trajectory, Verdict
 from megatron_webrl.util import history
@@ -27,7 +27,7 @@ def settings_digest(settings: JudgeConfig) -> str:
             found[slot] = [found[slot]["name"], found[slot]["options"]]
     found["voters"] = [[voter.name, voter.options] for voter in settings.voters]
     if settings.uses_models:
-        protocol = PROTOCOLS[settings.protocol]
+        protocol = find_protocol(settings)
         found["prompts"] = PromptFiles.load(settings.prompts, protocol.folder, protocol.stages).digest
     return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:8]
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from megatron_webrl.config.import_path import OWN_CODE_FILE, files_of
 from megatron_webrl.config.load import save_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
@@ -47,6 +48,8 @@ def report_folder(config: Config) -> Path:
 def write_job(config: Config, placement: Placement) -> None:
     """Write the configuration and the placement, which every process of the job reads."""
     save_config(config, config_path(config))
+    if own := files_of(config):
+        atomic_file.write_json(config.run_folder / OWN_CODE_FILE, own, indent=1)
     atomic_file.write_json(config.run_folder / PLACEMENT_FILE, placement.to_json(), indent=1)
 
 

@@ -14,11 +14,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_webrl.config.advantage import OwnAdvantageConfig
 from megatron_webrl.config.browser import check_browser_user
+from megatron_webrl.config.import_path import named_in
 from megatron_webrl.config.load import parse_config
+from megatron_webrl.config.loss import OwnLossConfig
 from megatron_webrl.config.schema import Config, check_combinations
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.trainer import TrainerConfig
+from megatron_webrl.judge.protocols import find_protocol
 from megatron_webrl.launch.run_folder import SHARED_MEMORY
 from megatron_webrl.model import parameter_counts
 from megatron_webrl.model.hf_config import read_model_config
@@ -71,6 +75,7 @@ def check_job(config: Config, *, require_browser: bool = True) -> None:
     check_config(config)
     check_tasks_and_browser(config, require_browser=require_browser)
     check_evaluators(config)
+    check_own(config)
 
 
 def check_config(config: Config) -> None:
@@ -234,6 +239,31 @@ def check_evaluators(config: Config) -> None:
     asyncio.run(open_and_close())
 
 
+def check_own(config: Config) -> None:
+    """Check what settings name by import path, but for tasks and evaluators. Raises ConfigError."""
+    named = named_in(config)
+    if named.keys() & {"trainer.loss.name", "trainer.advantage.name"}:  # imports torch and megatron-core
+        from megatron_webrl.trainer.credit.advantages import own_advantage_function
+        from megatron_webrl.trainer.loss.objective import own_loss
+
+        if isinstance(config.trainer.loss, OwnLossConfig):
+            own_loss(config.trainer.loss)
+        if isinstance(config.trainer.advantage, OwnAdvantageConfig):
+            own_advantage_function(config.trainer.advantage)
+    if any(key.startswith("rollout.") for key in named) or config.trainer.reward.function:
+        from megatron_webrl.rollout.agent import agent_class
+        from megatron_webrl.rollout.contexts import context_class, response_form
+        from megatron_webrl.rollout.episode_runner import reward_function
+
+        context_class(config.rollout.context)
+        response_form(config.rollout.context)
+        agent_class(config.rollout.agent)
+        if config.trainer.reward.function:
+            reward_function(config.trainer.reward)
+    if "judge.protocol" in named:
+        find_protocol(config.judge)
+
+
 def _check_resumed_file(config: Config) -> None:
     """Check that the training file has the rows that it had when the run wrote its newest checkpoint."""
     from megatron_webrl.tasks.files.table import difference_from_checkpoint, task_file_digests
@@ -280,18 +310,18 @@ def load_config_elsewhere(path: str | Path, overrides: Sequence[str]) -> tuple[C
         lacking.append(f"model.path={config.model.path} is no folder here; its shapes are those of the released {size}")
     else:
         check_settings(config, read_model_config(config.model.path))
-    own_tasks = not (config.tasks.from_files or config.tasks.from_import_path)  # the same on every machine
+    packaged_tasks = not (config.tasks.from_files or config.tasks.from_import_path)  # the same on every machine
     check_tasks = partial(check_tasks_and_browser, require_browser=False)
-    checks: tuple[Callable[[Config], None], ...] = (*MACHINE_CHECKS, check_evaluators, check_tasks)
+    checks: tuple[Callable[[Config], None], ...] = (*MACHINE_CHECKS, check_evaluators, check_tasks, check_own)
     for check in checks:
         try:
             check(config)
         except ConfigError as error:
-            if check is check_tasks and own_tasks:
+            if check is check_tasks and packaged_tasks:
                 raise
             lacking.append(str(error))
         except ModuleNotFoundError as error:
             package = (error.name or "").partition(".")[0]
-            what = "tasks" if check is check_tasks else "evaluators"
+            what = {check_tasks: "tasks", check_own: "import paths"}.get(check, "evaluators")
             lacking.append(f"the package {package} is not installed here; {what} are not checked")
     return config, lacking

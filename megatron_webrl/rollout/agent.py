@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 
 from megatron_webrl.browser.errors import BrowserError, TaskRefused
 from megatron_webrl.browser.server.client import BrowserClient, RemoteSession
-from megatron_webrl.config.rollout import RolloutConfig
+from megatron_webrl.config.import_path import find_subclass
+from megatron_webrl.config.rollout import AgentConfig, OwnAgentConfig, RolloutConfig
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.rollout.contexts import ContextOverflow, Prompt, make_context
@@ -157,7 +158,7 @@ class Agent:
                 member = stack.enter_context(self.lockstep.register_episode()) if self.lockstep else None
                 episode.live.episode_so_far = episode.trajectory
                 async with episode.deadline.scope(episode.deadline.timeout_seconds):
-                    end_reason = await self._act(generator, session, member, episode)
+                    end_reason = await self.act(generator, session, member, episode)
         except DeadlineExpired as expired:
             end_reason = expired.outcome
         except (BrowserError, ContextOverflow, GenerationError) as error:
@@ -168,10 +169,10 @@ class Agent:
             )  # fmt: skip
         return episode.trajectory(end_reason)
 
-    async def _act(
+    async def act(
         self, generator: Generator, session: RemoteSession, member: LockstepMember | None, episode: Episode
     ) -> str:
-        """Observe, generate, act and record; returns the end reason."""
+        """Observe, generate, act and record, within the deadline of `run`; returns the end reason."""
         settings, task, go_backs = episode.settings, episode.live.task, 0
         prompt_limit = settings.max_model_len - settings.max_new_tokens
         context = make_context(self.processor, settings.context, prompt_limit, self.toolset)
@@ -214,6 +215,13 @@ class Agent:
         if self.processor.has_special_tokens(generation.response_token_ids):
             return ParsedCall(None, "special_token")
         return parse_tool_call(generation.text, self.toolset, parser)
+
+
+def agent_class(settings: AgentConfig) -> Callable[..., Agent]:
+    """The class of rollout.agent, with its options. Raises ConfigError for an import path of no agent."""
+    if not isinstance(settings, OwnAgentConfig):
+        return Agent
+    return find_subclass(settings.name, "rollout.agent.name", Agent, settings.options)
 
 
 async def _reset(session: RemoteSession, task: Task) -> Observation:

@@ -24,7 +24,9 @@ from typing import Any
 
 import numpy as np
 
+from megatron_webrl.config.import_path import find, find_subclass, kind_of
 from megatron_webrl.config.rollout import COMPACT_FORMATS, ContextConfig
+from megatron_webrl.config.setting import ConfigError, is_import_path
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.rollout.generator import Generation
 from megatron_webrl.rollout.responses import (
@@ -114,7 +116,7 @@ class PromptContext(ABC):
         self, generation: Generation, action: Action | None, format_error: str | None, observation: Observation
     ) -> None:
         """Add a step: the response to the last prompt, its action or format error, and the next observation."""
-        fields = split_fields(strip_thinking(generation.text))
+        fields = split_fields(strip_thinking(generation.text), self._form.fields)
         did = self._did(action, fields)
         effect = "page changed" if observation.page_changed else "page unchanged"
         if observation.error:
@@ -333,8 +335,18 @@ POLICIES: dict[str, type[PromptContext]] = {"sliding": SlidingContext, "append":
 def make_context(
     processor: Processor, settings: ContextConfig, max_prompt_tokens: int, toolset: Toolset = COORDINATE_TOOLSET
 ) -> PromptContext:
-    """The context of one episode by `settings.policy`; the token limit counts expanded image placeholders."""
-    return POLICIES[settings.policy](processor, settings, max_prompt_tokens, toolset)
+    """The context of one episode by `settings.policy`; the token limit counts expanded image placeholders.
+
+    Raises ConfigError for an import path of no context.
+    """
+    return context_class(settings)(processor, settings, max_prompt_tokens, toolset)
+
+
+def context_class(settings: ContextConfig) -> Callable[..., PromptContext]:
+    """The class of rollout.context.policy, with its options. Raises ConfigError."""
+    if not is_import_path(settings.policy):
+        return POLICIES[settings.policy]
+    return find_subclass(settings.policy, "rollout.context.policy", PromptContext, settings.options)
 
 
 # The texts of a prompt. Text of pages and of the policy must already be escaped.
@@ -358,7 +370,12 @@ def system_message(settings: ContextConfig, toolset: Toolset = COORDINATE_TOOLSE
 def response_form(settings: ContextConfig) -> ResponseForm:
     """The form of responses; with a compact prompt a bare tool call, unless it is one of COMPACT_FORMATS."""
     name = settings.response_format
-    form = FORMS["bare" if settings.compact and name not in COMPACT_FORMATS else name]
+    if is_import_path(name):
+        form = find(name, "rollout.context.response_format")
+        if not isinstance(form, ResponseForm):
+            raise ConfigError(f"rollout.context.response_format={name} is {kind_of(form)}, not a ResponseForm")
+    else:
+        form = FORMS["bare" if settings.compact and name not in COMPACT_FORMATS else name]
     return form if settings.carry_fields else replace(form, carried=())
 
 
@@ -372,7 +389,7 @@ def format_response(
         "Intention": "the task",
         "Action": describe_action(action),
     }
-    lines = [f"{name}: {contents[name]}" for name in response_form(settings).fields]
+    lines = [f"{name}: {contents.get(name, 'none')}" for name in response_form(settings).fields]
     return "\n".join([*lines, format_tool_call(action, toolset)])
 
 

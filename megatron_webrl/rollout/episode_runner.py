@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -12,12 +13,15 @@ from typing import TYPE_CHECKING
 from megatron_webrl.browser.server.client import BrowserClient
 from megatron_webrl.browser.server.local_servers import local_servers
 from megatron_webrl.browser.server.protocol import SessionSpec
+from megatron_webrl.config.import_path import find_function
+from megatron_webrl.config.loss import RewardConfig
 from megatron_webrl.config.schema import Config
+from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.control.client import TicketClaim
 from megatron_webrl.judge.budget import UsageMeter
 from megatron_webrl.judge.evaluation import EpisodeEvaluator, open_evaluator, with_verdict
 from megatron_webrl.model.processor import Processor
-from megatron_webrl.rollout.agent import Agent, DeadlineExpired, Episode
+from megatron_webrl.rollout.agent import Agent, DeadlineExpired, Episode, agent_class
 from megatron_webrl.rollout.generator import Generator
 from megatron_webrl.rollout.stepping import Lockstep
 from megatron_webrl.rollout.toolset import Toolset
@@ -28,7 +32,7 @@ from megatron_webrl.track.episodes import TRAINING
 from megatron_webrl.track.evaluations import EvaluationRequest
 from megatron_webrl.track.live_rollouts import RolloutTable
 from megatron_webrl.track.timeline import OFF, Timeline, Track
-from megatron_webrl.types import FAULT_OUTCOMES, Trajectory
+from megatron_webrl.types import FAULT_OUTCOMES, REWARD_ERROR, Trajectory
 
 if TYPE_CHECKING:
     from megatron_webrl.rollout.teacher import Teacher
@@ -105,7 +109,7 @@ class EpisodeRunner:
                 open_evaluator(config.judge, meter) as evaluator,
                 _open_teacher(config, processor, trains) as teacher,
             ):
-                agent = Agent(browsers, processor, Toolset.from_config(config.browser), lockstep)
+                agent = agent_class(rollout.agent)(browsers, processor, Toolset.from_config(config.browser), lockstep)
                 yield cls(config, source, agent, evaluator, timeline=timeline, teacher=teacher)
         finally:
             source.close()
@@ -149,12 +153,39 @@ class EpisodeRunner:
         try:
             async with episode.deadline.scope():  # evaluators and the teacher have their own limits
                 evaluated = with_verdict(trajectory, await self.evaluator.evaluate(trajectory))
+                if episode.in_training:
+                    evaluated = with_reward(evaluated, self.config.trainer.reward)
                 if teacher is not None:
                     evaluated = await teacher.scored(evaluated)
         except DeadlineExpired as expired:
             evaluated = replace(trajectory, outcome=expired.outcome, end_reason=expired.outcome)
         episode.live.finish(evaluated.outcome)
         return evaluated
+
+
+def with_reward(trajectory: Trajectory, settings: RewardConfig) -> Trajectory:
+    """A judged trajectory with the reward of trainer.reward.function, if there is one and the verdict does not mask it.
+
+    A function that raises, or gives no finite number, masks the episode as REWARD_ERROR. Raises ConfigError.
+    """
+    if not settings.function or not trajectory.trainable:
+        return trajectory
+    try:
+        reward = float(reward_function(settings)(trajectory))
+        if math.isfinite(reward):
+            return replace(trajectory, reward=reward)
+        log.error("trainer.reward.function=%s gave %s", settings.function, reward)
+    except ConfigError:
+        raise
+    except Exception:  # the user's function can raise anything; one episode must not end a worker
+        where = (settings.function, trajectory.ticket, trajectory.index)
+        log.exception("trainer.reward.function=%s failed on ticket %d, index %d", *where)
+    return replace(trajectory, outcome=REWARD_ERROR)
+
+
+def reward_function(settings: RewardConfig) -> Callable[[Trajectory], float]:
+    """What trainer.reward.function names. Raises ConfigError."""
+    return find_function(settings.function, "trainer.reward.function", ("trajectory",), settings.options)
 
 
 def _open_teacher(config: Config, processor: Processor, trains: bool) -> AbstractAsyncContextManager[Teacher | None]:

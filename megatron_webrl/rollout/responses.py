@@ -13,11 +13,12 @@ import contextlib
 import json
 import re
 from dataclasses import dataclass
+from functools import cache
 
 THOUGHT_OPEN, THOUGHT_CLOSE = "<think>", "</think>"
 TOOL_CALL_OPEN, TOOL_CALL_CLOSE = "<tool_call>", "</tool_call>"
 FIELDS = ("Memory", "Progress", "Intention", "Action")  # in the order of a response
-_FIELD = re.compile(rf"^[ \t]*(?:\*\*)?({'|'.join(FIELDS)})(?:\*\*)?[ \t]*:(?:\*\*)?", re.MULTILINE)
+
 _TAG = re.compile("|".join((THOUGHT_OPEN, THOUGHT_CLOSE, TOOL_CALL_OPEN, TOOL_CALL_CLOSE)))
 _JSON, _BEFORE_OBJECT = json.JSONDecoder(), re.compile(r"\s*(?={)")
 _EMPTY_JSON = ("", "{}", "[]", '""', "null")
@@ -128,14 +129,21 @@ def _tags(text: str) -> list[re.Match[str]]:
     return tags
 
 
-def split_fields(response: str) -> dict[str, str]:
-    """The text of each field of a response without thoughts; of a field that occurs twice the last.
+@cache
+def _field_pattern(further: tuple[str, ...] = ()) -> re.Pattern[str]:
+    names = "|".join(map(re.escape, dict.fromkeys((*FIELDS, *further))))
+    return re.compile(rf"^[ \t]*(?:\*\*)?({names})(?:\*\*)?[ \t]*:(?:\*\*)?", re.MULTILINE)
+
+
+def split_fields(response: str, further: tuple[str, ...] = ()) -> dict[str, str]:
+    """The text of each field of a response without thoughts; of a field that occurs twice the last. `further`: fields
+    beside FIELDS.
 
     A field begins on a line of its own and ends before the next field or the tool call. The last field of a response
     without a tool call is left out, as it may have been cut off.
     """
     call = response.find(TOOL_CALL_OPEN)
-    found = list(_FIELD.finditer(response))
+    found = list(_field_pattern(further).finditer(response))
     fields: dict[str, str] = {}
     for match, following in zip(found, [*(later.start() for later in found[1:]), call], strict=False):
         end = min(following, call) if call >= 0 else following
@@ -158,7 +166,7 @@ def is_empty_json(text: str) -> bool:
 def memory_characters(response: str) -> int:
     """Characters of the Memory that a response writes outside of thoughts: 0 if it is empty, -1 if it is missing."""
     answer = strip_thinking(response)
-    if not any(match[1] == "Memory" for match in _FIELD.finditer(answer)):
+    if not any(match[1] == "Memory" for match in _field_pattern().finditer(answer)):
         return -1
     text = split_fields(answer).get("Memory", "")
     return 0 if is_empty_json(text) else len(text)

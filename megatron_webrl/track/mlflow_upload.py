@@ -17,6 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_webrl.config.import_path import OWN_CODE_FILE
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import flatten_config
 from megatron_webrl.track import evaluations
@@ -199,6 +200,7 @@ class Uploader:
                 raise
             log.error("MLflow cannot store the parameters of %s: %s", self.folder, first_line(error))
         self._send_file(run_id, "config.yaml")
+        self._send_file(run_id, OWN_CODE_FILE)
         self.sent += 1
         self.change(described=True)
 

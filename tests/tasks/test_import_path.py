@@ -89,13 +89,13 @@ def test_a_class_or_a_function_makes_the_source(name: str) -> None:
 
 def test_what_is_no_source_is_refused_in_one_line() -> None:
     for path, message in (
-        ("own_tasks.broken:Source", "own_tasks.broken cannot be imported: No module named 'no_such_module_at_all'"),
+        ("own_tasks.broken:Source", "own_tasks.broken cannot be imported: ModuleNotFoundError: No module named 'no_s"),
         ("own_tasks.pages:Sorce", "own_tasks.pages has no Sorce; near: Source"),
         ("own_tasks.pages:NUMBER", "is an object of type int, not a class or a function"),
         ("own_tasks.pages:Incomplete", "it has no evaluation_tasks, can_reuse_page, demonstrate, addresses"),
         ("own_tasks.pages:without_arguments", "cannot be called with the settings of tasks: without_arg"),
         ("own_tasks.pages:Nothing", "has no environments; name at least one"),
-        ("own tasks:Source", "is not an import path such as my_package.my_source:Source"),
+        ("own tasks:Source", "is not an import path such as my_package.my_module:name"),
     ):
         with pytest.raises(ConfigError) as caught:
             make_source(tasks_config(source=path))

@@ -70,6 +70,7 @@ def _format_default(value: Any) -> str:
 
 def _limits(limits: Any) -> str:
     if limits["choices"]:
-        return ", ".join(f"`{choice}`" for choice in limits["choices"])
+        own = ", `module:name`" if limits["own"] else ""
+        return ", ".join(f"`{choice}`" for choice in limits["choices"]) + own
     formats = [("> {}", "above"), (">= {}", "low"), ("<= {}", "high")]
     return ", ".join(text.format(limits[name]) for text, name in formats if limits[name] is not None)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from megatron_webrl.config.advantage import AnchoredConfig, GdpoConfig, GroupAdvantageConfig
+from megatron_webrl.config.advantage import AnchoredConfig, GdpoConfig, GroupAdvantageConfig, OwnAdvantageConfig
+from megatron_webrl.config.import_path import find_function
 from megatron_webrl.config.schema import Config
 from megatron_webrl.trainer.credit.rewards import (
     Penalty,
@@ -161,6 +162,8 @@ def step_advantages(groups: Sequence[Group], config: Config) -> list[dict[int, n
         values = summed_advantages(members, informative, settings, configured_penalties(config))
     elif isinstance(settings, GdpoConfig):
         values = separate_advantages(members, informative, settings.discount, configured_penalties(config))
+    elif isinstance(settings, OwnAdvantageConfig):
+        values = own_advantages(members, settings)
     if isinstance(settings, AnchoredConfig) and settings.anchor_weight:
         divide = not isinstance(settings, GroupAdvantageConfig) or settings.scale == "group_std"
         for number in np.flatnonzero(informative):
@@ -175,6 +178,29 @@ def step_advantages(groups: Sequence[Group], config: Config) -> list[dict[int, n
         }
         for trajectories, found in zip(members, values, strict=True)
     ]
+
+
+def own_advantage_function(settings: OwnAdvantageConfig) -> Callable[[Sequence[Sequence[Trajectory]]], list[Values]]:
+    """What trainer.advantage.name names by import path. Raises ConfigError."""
+    return find_function(settings.name, "trainer.advantage.name", ("groups",), settings.options)
+
+
+def own_advantages(groups: Sequence[Sequence[Trajectory]], settings: OwnAdvantageConfig) -> list[Values]:
+    """Advantages by a function of the user's own, of the trainable trajectories of each group, which may have none.
+
+    Raises ValueError for another number of them, other shapes than [steps] or [1], and values that are not finite.
+    """
+    found = own_advantage_function(settings)(groups)
+    values = [[np.atleast_1d(np.asarray(value, np.float64)) for value in each] for each in found]
+    where = f"trainer.advantage.name={settings.name} gave"
+    if (given := [len(each) for each in values]) != (expected := [len(each) for each in groups]):
+        raise ValueError(f"{where} advantages of {given} episodes in the groups, which have {expected}")
+    for each, trajectories in zip(values, groups, strict=True):
+        for value, trajectory in zip(each, trajectories, strict=True):
+            if value.shape not in ((1,), (len(trajectory.steps),)) or not np.isfinite(value).all():
+                shape = list(value.shape) if np.isfinite(value).all() else "not finite numbers"
+                raise ValueError(f"{where} {shape} for an episode of {len(trajectory.steps)} steps")
+    return values
 
 
 def summed_advantages(

@@ -14,17 +14,19 @@ from torch.distributed import ProcessGroup
 
 from megatron_webrl.config.advantage import CriticConfig
 from megatron_webrl.config.distillation import DistillationConfig
+from megatron_webrl.config.import_path import find_function
 from megatron_webrl.config.loss import (
     ClipConfig,
     DppoConfig,
     DualClipConfig,
     LossConfig,
     OffPolicyLossConfig,
+    OwnLossConfig,
     RaftPlusPlusConfig,
 )
 from megatron_webrl.trainer.data.batching import NO_VERSION
 from megatron_webrl.trainer.loss.token_data import Objective, TokenData, clamp_log_ratio, k3, mean_per_step
-from megatron_webrl.trainer.metrics.token_metrics import moments
+from megatron_webrl.trainer.metrics.token_metrics import OWN_PREFIX, moments
 
 TEACHER_CLIP = 10.0  # nats
 REFERENCE_RATIO_LIMIT = 10.0
@@ -44,7 +46,7 @@ def make_objective(
     with a `critic`, its coefficient * value_loss is added. Ratios and weights per response are collective over the
     context-parallel `group`. `version`: that of the policy at the start of the update; only max_token_lag needs it.
     """
-    base = OBJECTIVES[config.name](config, group, version)
+    base = own_loss(config) if isinstance(config, OwnLossConfig) else OBJECTIVES[config.name](config, group, version)
     if distillation is not None and distillation.coefficient:
         assert isinstance(config, OffPolicyLossConfig), config.name
         base = with_teacher(base, distillation, config.decoupled)
@@ -294,6 +296,19 @@ def teacher_advantage(teacher: Tensor, old: Tensor) -> Tensor:
     """
     advantage = (teacher - old).clamp(-TEACHER_CLIP, TEACHER_CLIP)
     return torch.where(torch.isnan(teacher), torch.zeros_like(advantage), advantage)
+
+
+def own_loss(config: OwnLossConfig) -> Objective:
+    """The loss that trainer.loss.name names by import path; what it sums over tokens is reported as a metric of its
+    own. Raises ConfigError.
+    """
+    loss = find_function(config.name, "trainer.loss.name", ("current", "data"), config.options)
+
+    def objective(current: Tensor, data: TokenData) -> tuple[Tensor, dict[str, Tensor]]:
+        value, sums = loss(current, data)
+        return value, {f"{OWN_PREFIX}{name}": total.detach() for name, total in sums.items()}
+
+    return objective
 
 
 OBJECTIVES: dict[str, Callable[[Any, ProcessGroup | None, int | None], Objective]] = {

@@ -31,6 +31,8 @@ PER_TOKEN_METRICS = (
 )
 """Sums that are reported as means over the response tokens of all passes."""
 
+OWN_PREFIX = "own/"  # of what a loss by import path sums over tokens, reported as such means, too
+
 CRITIC_METRICS = ("value_mean", "explained_variance")
 """Of the step critic, over the steps of episodes; the last is missing where all returns are the same."""
 
@@ -86,6 +88,7 @@ def loss_metrics(totals: Mapping[str, float]) -> dict[str, float]:
     tokens = totals["response_tokens"]
     metrics = {name: totals[name] for name in (*PER_STEP_METRICS, *CRITIC_METRICS) if name in totals}
     metrics |= {name: totals[name] / max(1.0, tokens) for name in PER_TOKEN_METRICS if name in totals}
+    metrics |= {name: total / max(1.0, tokens) for name, total in totals.items() if name.startswith(OWN_PREFIX)}
     if totals.get("replayed_tokens"):
         metrics["routing_replayed"] = totals["replayed_tokens"] / totals["tokens"]
     success = totals["success_tokens"]
