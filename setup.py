@@ -4,9 +4,11 @@ NVIDIA apex and Transformer Engine are used where they are installed and never d
 for one machine's CUDA, and the name `apex` on the package index belongs to an unrelated project.
 """
 
+import shutil
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 TORCH = "torch==2.13.0"
 TRANSFORMERS = "transformers>=5.16.1,<5.20"
@@ -15,6 +17,16 @@ BROWSERS = [
     "playwright==1.65.*", "miniwob==1.1.0", "gymnasium", "anyio", "idna", "aiohttp", "fastapi", "pydantic>=2",
     "prometheus-client",
 ]  # fmt: skip
+
+
+class BuildWithFiles(build_py):
+    """Ships configurations and tiny models in a wheel, where util/shipped.py finds them."""
+
+    def run(self) -> None:
+        super().run()
+        for name in () if self.editable_mode else ("configs", "models"):
+            shutil.copytree(name, Path(self.build_lib, "megatron_webrl", "shipped", name), dirs_exist_ok=True)
+
 
 setup(
     name="megatron_webrl",
@@ -96,5 +108,6 @@ setup(
             "sphinx-autobuild",
         ],
     },
+    cmdclass={"build_py": BuildWithFiles},
     entry_points={"console_scripts": ["webrl = megatron_webrl.__main__:entry"]},
 )

@@ -15,12 +15,16 @@ from omegaconf.errors import OmegaConfBaseException
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.util import atomic_file
+from megatron_webrl.util.shipped import find_shipped
 from megatron_webrl.util.text import first_line
 
 
 def parse_config(path: str | Path | None, overrides: Sequence[str] | None = None) -> Config:
-    """Read a configuration, or take the defaults, and check types and keys only. Raises ConfigError."""
-    path = None if path is None else Path(path)
+    """Read a configuration, or take the defaults, and check types and keys only. Raises ConfigError.
+
+    A file of configs/, and a model.path of models/, that are not there are those of the package.
+    """
+    path = None if path is None else find_shipped(path)
     if path is not None and not path.is_file():
         raise ConfigError(f"configuration {path} is not a file")
     try:
@@ -33,6 +37,7 @@ def parse_config(path: str | Path | None, overrides: Sequence[str] | None = None
         raise ConfigError(f"{path} does not hold a mapping of sections")
     config = merge_config(file, overrides or [], f"{path} or an override" if path is not None else "an override")
     resolve_cluster_sizes(config)
+    config.model.path = str(find_shipped(config.model.path))
     return config
 
 

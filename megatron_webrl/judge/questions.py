@@ -42,6 +42,7 @@ from megatron_webrl.judge.replies import (
 )
 from megatron_webrl.types import Action, JudgeStage, Trajectory
 from megatron_webrl.util.image_type import data_url
+from megatron_webrl.util.shipped import find_shipped
 from megatron_webrl.util.text import shorten
 
 NAMES = ("TASK", "ANSWER", "RUBRIC", "FACT", "REFERENCE", "ACTIONS", "PAGES", "KEY_POINTS", "NOTES", "TRAJECTORY")
@@ -99,7 +100,6 @@ def _nonce(fields: Sequence[tuple[str, str]]) -> str:
 
 COMMON = ("data", *(f"{form}.{mode}" for form in FORMS for mode in MODES))
 DIGEST_DIGITS = 16
-_SOURCE_TREE = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -113,9 +113,9 @@ class PromptFiles:
 
     @classmethod
     def load(cls, folder: str | Path, protocol: str, stages: Sequence[str]) -> PromptFiles:
-        """Read the files of `stages`. A relative folder is also looked for in the source tree. Raises ConfigError."""
-        root = next((root for root in (Path(folder), _SOURCE_TREE / folder) if root.is_dir()), None)
-        if root is None:
+        """Read the files of `stages`; those of configs/ are also found in the package. Raises ConfigError."""
+        root = find_shipped(folder)
+        if not root.is_dir():
             raise ConfigError(f"judge.prompts={folder} is not a folder; name one with the files of configs/judge")
         named = {stage: _read(root / protocol / f"{stage}.md") for stage in sorted(stages)}
         common = {name: _read(root / "common" / f"{name}.md") for name in sorted(COMMON)}

@@ -87,3 +87,29 @@ def test_make_installs_the_pins_of_the_platform_and_the_python(target: str, vers
     assert system.exists()
     subprocess.run([*make, "install"], cwd=tmp_path, capture_output=True, timeout=30, check=True)
     assert len((tmp_path / "venv" / "calls").read_text().splitlines()) == 2  # it stays what it is
+
+
+def test_an_installed_wheel_needs_no_source_tree(tmp_path: Path) -> None:
+    """It finds its configurations, model and prompts, checks a job, and makes demonstrations on its pages."""
+    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in files.strip("\0").split("\0"):
+        if name.startswith(("megatron_webrl/", "configs/", "models/")) or "/" not in name:
+            (tmp_path / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, tmp_path / "tree" / name)
+    install = ["-m", "pip", "install", "--no-deps", "--no-build-isolation", "--quiet", "--target", tmp_path / "lib"]
+    subprocess.run([sys.executable, *map(str, install), tmp_path / "tree"], check=True)
+    shutil.rmtree(tmp_path / "tree")
+    (tmp_path / "elsewhere").mkdir()
+
+    def webrl(*arguments: str) -> str:
+        command = [sys.executable, "-P", "-m", "megatron_webrl", *arguments]
+        return subprocess.run(
+            command, cwd=tmp_path / "elsewhere", env={**os.environ, "PYTHONPATH": str(tmp_path / "lib")},
+            capture_output=True, text=True, timeout=240, check=True,
+        ).stdout  # fmt: skip
+
+    judged = ["judge.evaluators=[judge]", "judge.verdict={name: m, url: 'http://127.0.0.1:1/v1'}"]
+    webrl("train", "configs/quickstart.yaml", "--check", *judged)
+    made = webrl("demonstrate", "configs/quickstart.yaml", "--out", "a.records", "trainer.warm_start.demonstrations=2")
+    assert "2 demonstrations" in made
+    assert (tmp_path / "elsewhere" / "a.records").stat().st_size > 10_000
