@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_webrl.config.load import resolve_cluster_sizes
-from megatron_webrl.config.loss import OffPolicyLossConfig
 from megatron_webrl.config.schema import Config, check_combinations
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.model.hf_config import has_experts
@@ -31,7 +30,6 @@ SIZES = (1, 2, 4, 8, 16, 32)
 RECOMPUTE = ("none", "selective", "full")
 SEQUENCE_SHARES = (0.5, 1.0, 1.5, 2.0, 3.0)  # tokens of a micro-batch, over rollout.max_model_len
 STALENESS = (1, 2, 3, 4)
-TOKEN_LAG = 2  # versions, of trained tokens where old ones are masked
 GROUPS_IN_FLIGHT = (3, 5, 8, 10, 12, 16, 24)
 APPENDED_TURNS = 4
 PROMPT_SPREAD, RESPONSE_SPREAD = 1.1, 4.0  # of the mean of a full window and of a response, that a shorter limit holds
@@ -125,11 +123,7 @@ class Candidates:
     def staleness(self, config: Config) -> Iterator[dict[str, Any]]:
         if config.rollout.mode == "async":
             for versions in STALENESS:
-                for stale, lag in (("drop", 0), ("mask", TOKEN_LAG)):
-                    words = {"rollout.max_staleness": versions, "rollout.stale": stale}
-                    if isinstance(config.trainer.loss, OffPolicyLossConfig):
-                        words["trainer.loss.max_token_lag"] = lag
-                    yield words
+                yield {"rollout.max_staleness": versions}
 
     def in_flight(self, config: Config) -> Iterator[dict[str, Any]]:
         for groups in GROUPS_IN_FLIGHT:
