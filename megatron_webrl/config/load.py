@@ -37,7 +37,8 @@ def parse_config(path: str | Path | None, overrides: Sequence[str] | None = None
         raise ConfigError(f"{path} does not hold a mapping of sections")
     config = merge_config(file, overrides or [], f"{path} or an override" if path is not None else "an override")
     resolve_cluster_sizes(config)
-    config.model.path = str(find_shipped(config.model.path))
+    if config.model.path:
+        config.model.path = str(find_shipped(config.model.path))
     return config
 
 
