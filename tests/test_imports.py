@@ -15,7 +15,7 @@ PACKAGE = ROOT / "megatron_webrl"
 FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = (
     {"__main__"},
-    {"cli"},
+    {"cli", "api"},
     {"checks"},
     {"launch"},
     {"monitor"},

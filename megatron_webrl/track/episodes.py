@@ -17,11 +17,12 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_webrl.config.schema import Config
-from megatron_webrl.ring.record import RecordFileWriter, encode_trajectory
+from megatron_webrl.ring.record import RecordFileWriter, decode_trajectory, encode_trajectory, read_record_file
 from megatron_webrl.types import Trajectory
 from megatron_webrl.util import history
 from megatron_webrl.util.atomic_file import continue_without
@@ -222,6 +223,26 @@ class EpisodeStore:
             if self._index is not None:
                 self._index.close()
                 self._index = None
+
+
+@dataclass(frozen=True)
+class StoredEpisode:
+    """An episode as a worker has stored it."""
+
+    kind: str  # TRAINING, or the name of an evaluation
+    worker: str
+    trajectory: Trajectory
+
+
+def read_episodes(run_folder: Path) -> Iterator[StoredEpisode]:
+    """The stored episodes of a run by worker, oldest first. Raises RecordError, OSError, ValueError: broken files."""
+    for folder in sorted(path for path in (run_folder / FOLDER).glob("*") if path.is_dir()):
+        kinds: dict[str, list[str]] = {}  # of the episodes of each file, in their order
+        for line in history.read(folder / INDEX_FILE):
+            kinds.setdefault(line["file"], []).append(line["kind"])
+        for path in record_files(folder):
+            for record, kind in zip(read_record_file(path), kinds.get(path.name, ()), strict=True):
+                yield StoredEpisode(kind, folder.name, decode_trajectory(record, copy=True))
 
 
 def record_files(folder: Path) -> list[Path]:

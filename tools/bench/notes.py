@@ -13,7 +13,7 @@ from __future__ import annotations
 import io
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,11 @@ from rich.table import Table
 
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.model.processor import Processor
-from megatron_webrl.ring.record import decode_trajectory, read_record_file
 from megatron_webrl.ring.segment import RecordError
 from megatron_webrl.tasks.remember_sign import SCRIPT
-from megatron_webrl.track.episodes import FOLDER, INDEX_FILE, TRAINING, record_files
+from megatron_webrl.track.episodes import TRAINING, read_episodes
 from megatron_webrl.track.evaluations import share_of
 from megatron_webrl.types import COORDINATE_RANGE, Trajectory
-from megatron_webrl.util import history
 from tools.arguments import bounded_number, make_bench_parser, write_json
 
 COLOURS = {"red": (208, 32, 32), "blue": (32, 64, 208), "yellow": (232, 184, 0), "black": (32, 32, 32)}
@@ -106,19 +104,6 @@ def read_episode(trajectory: Trajectory, kind: str, processor: Processor) -> Not
     )  # fmt: skip
 
 
-def read_episodes(run: Path, processor: Processor) -> Iterator[NotedEpisode]:
-    """The stored episodes of remember-sign-* of a run. Raises RecordError, OSError, ValueError for a broken index."""
-    for folder in sorted(path for path in (run / FOLDER).iterdir() if path.is_dir()):
-        kinds: dict[str, list[str]] = {}  # of the episodes of each file, in their order
-        for line in history.read(folder / INDEX_FILE):
-            kinds.setdefault(line["file"], []).append(line["kind"])
-        for path in record_files(folder):
-            for record, kind in zip(read_record_file(path), kinds.get(path.name, ()), strict=True):
-                trajectory = decode_trajectory(record)
-                if trajectory.task.environment.startswith(SCRIPT) and trajectory.steps:
-                    yield read_episode(trajectory, kind, processor)
-
-
 def figures_of(episodes: Sequence[NotedEpisode]) -> dict[str, Any]:
     """Success, P(press = sign) and P(note = sign) where a sign is shown, P(press = note) where one was pressed last."""
     pressed, shown = ([each for each in episodes if getattr(each, name)] for name in ("pressed", "sign"))
@@ -151,7 +136,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         for run in options.runs:
             processor = Processor.load(parse_config(run / "config.yaml").model.path)
-            for each in read_episodes(run, processor):
+            for stored in read_episodes(run):
+                trajectory = stored.trajectory
+                if not trajectory.task.environment.startswith(SCRIPT) or not trajectory.steps:
+                    continue
+                each = read_episode(trajectory, stored.kind, processor)
                 first = each.version // options.updates * options.updates if each.kind == TRAINING else 0
                 rows.setdefault((each.environment, each.kind, first), []).append(each)
     except (OSError, ValueError, RecordError) as error:
