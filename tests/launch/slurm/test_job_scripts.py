@@ -14,7 +14,7 @@ import pytest
 from tests.launch.slurm.slurm_jobs import ROOT, SCRIPTS
 from tests.waiting import until, write_program
 
-SRUN = """printf '%q ' "$@" >>"$CALLS"; echo >>"$CALLS"
+SRUN = """line=$(printf '%q ' "$@"); echo "$line" >>"$CALLS"  # in one piece: two steps start at the same time
 case " $* " in
     *" node ${DIES_AT:-none} "*) exit "$CODE" ;;
     *" node prepare "*) echo "${FOLDER:-runs/contained}/config.yaml" ;;
@@ -66,6 +66,7 @@ def run_until_preempted(folder: Path, environment: dict[str, str]) -> list[list[
         assert job.wait(60) == 0
     finally:
         job.kill()
+        job.wait()
     assert (folder / "calls.requeued").exists()
     assert next(call for call in calls(folder) if "stop" in call)[-1] == "--preempted"
     return calls(folder)
