@@ -52,56 +52,61 @@ class JobError(RuntimeError):
     """A job has failed; the message has the last line of its log."""
 
 
-class Job:
-    """A job on this machine in a process of its own, which ends when this process does. Leaving it ends it, too.
+class _Command:
+    """A webrl command in a process of its own, which ends when this process does; `log` has what it shows."""
 
-    It shows what `webrl train` and `webrl eval` show in `log`, a temporary file.
-    """
-
-    def __init__(self, arguments: Sequence[str], config: Config, name: str) -> None:
-        """`arguments` of webrl. Raises ProcessError outside of the main thread."""
-        self.config, self._name = config, name
-        self._files = tempfile.TemporaryDirectory(prefix="webrl-job-")
-        self.log = Path(self._files.name) / "log"
-        save_config(config, Path(self._files.name) / "config.yaml")
-        command = [each.replace("CONFIG", f"{self._files.name}/config.yaml") for each in arguments]
-        started = [sys.executable, "-m", "megatron_webrl", *command]
-        self._process: ChildProcess = start_process(started, self.log, dict(os.environ), name)
-
-    @property
-    def folder(self) -> Path:
-        """The run's folder; an earlier one of the same name is renamed as the job starts."""
-        return self.config.run_folder
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        """`folder` of the log. Raises ProcessError outside of the main thread."""
+        self.log, self._name = folder / "log", f"webrl {arguments[0]}"
+        command = [sys.executable, "-m", "megatron_webrl", *arguments]
+        self._process: ChildProcess = start_process(command, self.log, dict(os.environ), self._name)
 
     @property
     def is_running(self) -> bool:
         return self._process.poll() is None
 
-    def updates(self) -> Iterator[dict[str, float]]:
-        """The metrics of each update as it ends (docs/metrics.md), until the job ends. Raises JobError if it fails."""
-        tail, running = Tail(self.folder / UPDATES_FILE), True
-        while running:
-            running = self.is_running
-            if self._has_folder():
-                for line in tail.poll():
-                    yield {"version": line["version"], **update_metrics(line)}
-            time.sleep(POLL_SECONDS if running else 0)
-        self.wait()
-
     def wait(self, seconds: float | None = None) -> None:
-        """Wait for the end. Raises JobError if the job fails, and subprocess.TimeoutExpired after `seconds`."""
+        """Wait for the end. Raises JobError if it fails, and subprocess.TimeoutExpired after `seconds`."""
         code = self._process.wait(seconds)
         if code not in (0, -signal.SIGINT, 128 + signal.SIGINT):
             raise JobError(f"{self._name} has failed: {self._process.describe_end()}")
 
     def stop(self, seconds: float = 120.0) -> None:
-        """End it as Ctrl-C does: after the current update, with a checkpoint; or at once, after `seconds`."""
+        """End it as Ctrl-C does: training after the current update, with a checkpoint; at once after `seconds`."""
         if self.is_running:
             os.kill(self._process.pid, signal.SIGINT)
             try:
                 self._process.wait(seconds)
             except subprocess.TimeoutExpired:
                 self._process.kill()
+
+
+class Job(_Command):
+    """A training job on this machine in a process of its own. It ends with this process, or when its block is left."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self._files = tempfile.TemporaryDirectory(prefix="webrl-job-")
+        self._file = Path(self._files.name, "config.yaml")
+        save_config(config, self._file)
+        super().__init__(self._file.parent, "train", str(self._file))
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder; an earlier one of the same name is renamed as the job starts."""
+        return self.config.run_folder
+
+    def updates(self) -> Iterator[dict[str, float]]:
+        """The metrics of each update as it ends (docs/metrics.md), until the job ends. Raises JobError if it fails."""
+        tail, running = Tail(self.folder / UPDATES_FILE), True
+        while running:
+            running = self.is_running
+            stored = self.folder / "config.yaml"
+            if stored.is_file() and stored.stat().st_mtime >= self._file.stat().st_mtime:  # not of an earlier run
+                for line in tail.poll():
+                    yield {"version": line["version"], **update_metrics(line)}
+            time.sleep(POLL_SECONDS if running else 0)
+        self.wait()
 
     def __enter__(self) -> Self:
         return self
@@ -110,16 +115,11 @@ class Job:
         self.stop()
         self._files.cleanup()
 
-    def _has_folder(self) -> bool:
-        """Whether the run's folder is that of this job, not an earlier one's."""
-        config = self.folder / "config.yaml"
-        return config.is_file() and config.stat().st_mtime >= Path(self._files.name, "config.yaml").stat().st_mtime
-
 
 def train(config: Config) -> Job:
     """Check a configuration and start a training job on this machine. Raises ConfigError and ProcessError."""
     check_job(config)
-    return Job(["train", "CONFIG"], config, "webrl train")
+    return Job(config)
 
 
 def evaluate(checkpoint: str | Path, overrides: Sequence[str] = (), seconds: float | None = None) -> dict[str, Any]:
@@ -129,9 +129,11 @@ def evaluate(checkpoint: str | Path, overrides: Sequence[str] = (), seconds: flo
     """
     with tempfile.TemporaryDirectory(prefix="webrl-evaluation-") as folder:
         result = Path(folder) / "result.json"
-        arguments = ["eval", str(checkpoint), *overrides, "--json", str(result)]
-        with Job(arguments, Config(), "webrl eval") as job:
-            job.wait(seconds)
+        command = _Command(Path(folder), "eval", str(checkpoint), *overrides, "--json", str(result))
+        try:
+            command.wait(seconds)
+        finally:
+            command.stop()
         found: dict[str, Any] = json.loads(result.read_text())
     return found
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import importlib
+import importlib.util
 import inspect
 import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -121,12 +123,15 @@ def named_in(config: Any, prefix: str = "") -> dict[str, list[str]]:
 def files_of(config: Any) -> dict[str, dict[str, str]]:
     """What is run of other packages: for each import path its setting, the file of its module and the file's SHA-256.
 
-    Empty strings for a module that is not imported, or has no file.
+    Empty strings for a module that is not installed here, or has no file.
     """
     found = {}
     for setting, paths in named_in(config).items():
         for path in paths:
-            file = getattr(sys.modules.get(path.partition(":")[0]), "__file__", None) or ""
+            spec = None
+            with suppress(ImportError, ValueError):
+                spec = importlib.util.find_spec(path.partition(":")[0])
+            file = spec.origin if spec and spec.has_location and spec.origin else ""
             digest = hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else ""
             found[path] = {"setting": setting, "file": file, "sha256": digest}
     return found

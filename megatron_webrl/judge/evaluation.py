@@ -27,7 +27,7 @@ from typing import Any
 
 from megatron_webrl.config.import_path import find_function
 from megatron_webrl.config.judge import JudgeConfig
-from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.config.setting import ConfigError, is_import_path
 from megatron_webrl.judge.budget import BudgetSpent, UsageMeter
 from megatron_webrl.judge.client import JudgeClient, check_prices, voter_slots
 from megatron_webrl.judge.protocols import Finding, find_protocol
@@ -295,9 +295,8 @@ class _ByFunction:
     def __init__(self, path: str, seconds: float) -> None:
         """`path`: import path, such as my_package.my_module:f. Raises ConfigError."""
         self._path, self._seconds, self._free = path, seconds, asyncio.Semaphore(MAX_THREADS)
-        module, _, name = path.partition(":")
         known = ", ".join(["page", *_BY_ANSWER, "judge"])
-        if not module or not name:
+        if not is_import_path(path):
             raise ConfigError(f"judge.evaluators: {path!r} is none of {known}, nor of the form package.module:function")
         self._function = find_function(path, "judge.evaluators", ("trajectory",))
 
