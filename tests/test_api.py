@@ -89,7 +89,7 @@ def test_a_job_ends_when_it_is_stopped_and_with_the_process_that_started_it(tmp_
         with pytest.raises(subprocess.TimeoutExpired):
             job.wait(0.1)
     assert not job.is_running
-    assert json.loads((job.folder / "summary.json").read_text())["outcome"] == "interrupted"
+    assert json.loads((job.folder / "summary.json").read_text())["outcome"] == "stopped"
     program = f"""
 import sys
 from megatron_webrl import api
