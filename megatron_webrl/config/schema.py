@@ -505,6 +505,12 @@ def _check_distillation(config: Config) -> None:
             f"trainer.distillation.coefficient={settings.coefficient} gives each token an advantage, and "
             f"trainer.loss.name={loss.name} has none; choose another loss, or set the coefficient to 0"
         )
+    if settings.coefficient and not isinstance(loss, OffPolicyLossConfig):
+        raise ConfigError(
+            f"trainer.distillation.coefficient={settings.coefficient} compares the teacher with the policy that the "
+            f"loss does, which trainer.loss.name={loss.name} does not tell; choose a loss of the package, or set the "
+            "coefficient to 0"
+        )
     if settings.coefficient and config.rollout.temperature != 1:
         raise ConfigError(
             f"rollout.temperature={config.rollout.temperature} differs from the temperature of the teacher's "
