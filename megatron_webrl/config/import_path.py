@@ -52,12 +52,12 @@ def find_function(
 ) -> Callable[..., Any]:
     """A function that can be called with these positional arguments, its `options` bound (`bind_options`).
 
-    Raises ConfigError, also for another signature.
+    `options`: None where the section of the setting has none. Raises ConfigError, also for another signature.
     """
     found = find(path, setting)
     if not callable(found):
         raise ConfigError(f"{setting}={path} is {kind_of(found)}, not a function")
-    bound = bind_options(found, path, setting, options or {})
+    bound = found if options is None else bind_options(found, path, setting, options)
     try:
         inspect.signature(bound).bind(*arguments)
     except (TypeError, ValueError) as error:
