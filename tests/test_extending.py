@@ -28,7 +28,7 @@ from megatron_webrl.judge.evaluation import open_evaluator
 from megatron_webrl.launch.validation import check_job, load_config
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.rollout import contexts
-from megatron_webrl.rollout.episode_runner import with_reward
+from megatron_webrl.rollout.episode_runner import find_reward, with_reward
 from megatron_webrl.tasks.sites.site_task_source import ENVIRONMENTS, SiteTaskSource
 from megatron_webrl.trainer.credit.advantages import step_advantages
 from megatron_webrl.trainer.loss.objective import make_objective
@@ -128,7 +128,9 @@ def test_own_rewards_and_advantages_replace_those_of_the_package(my_agents: Path
             [(1.0, "success", 0.0), (1.0, "success", 10.0), (0.0, "failure", 0.0), (0.0, "browser_error", 1.0)]
         )
     ]
-    rewarded = [with_reward(each, rewards) for each in group]
+    function = find_reward(rewards)
+    assert function is not None
+    rewarded = [with_reward(each, function) for each in group]
     assert [each.reward for each in rewarded] == [1.0, 0.5, 0.0, 0.0]
     config = Config()
     config.trainer.advantage = advantage_config("my_agents.credit:ranks")
@@ -162,7 +164,9 @@ def test_an_own_reward_that_fails_masks_the_episode(
     name = f"reward_{abs(hash(returned))}"
     (tmp_path / f"{name}.py").write_text(f"def reward(trajectory):\n    return {returned}\n")
     monkeypatch.syspath_prepend(tmp_path)
-    masked = with_reward(trajectory(reward=1.0), RewardConfig(function=f"{name}:reward"))
+    function = find_reward(RewardConfig(function=f"{name}:reward"))
+    assert function is not None
+    masked = with_reward(trajectory(reward=1.0), function)
     assert (masked.outcome, masked.trainable) == ("reward_error", False)
 
 
@@ -208,6 +212,7 @@ OWN = (
     ("trainer.loss.options.largest_ratio=high", "Value 'high' of type 'str' could not be converted to Float; it has "),
     ("trainer.advantage.options.x=1", "options={'x': 1}, but my_agents.credit:ranks has no argument `options`; leave"),
     ("trainer.advantage.discount=.5", "trainer.advantage.discount=0.5 has no effect with trainer.advantage.name="),
+    ("trainer.distillation={coefficient: 1, url: 'http://127.0.0.1:1/v1'}", "does not tell; choose a loss"),
     ("trainer.reward.function=quick", "trainer.reward.function=quick is not an import path such as my_package.my_modu"),
     ("rollout.context.policy=my_agents.agents:ImpatientAgent", "is no subclass of megatron_webrl.rollout.context"),
     ("rollout.context.policy=megatron_webrl.rollout.contexts:PromptContext", "does not implement build_prompt of"),

@@ -241,27 +241,25 @@ def check_evaluators(config: Config) -> None:
 
 def check_own(config: Config) -> None:
     """Check what settings name by import path, but for tasks and evaluators. Raises ConfigError."""
-    named = named_in(config)
-    if named.keys() & {"trainer.loss.name", "trainer.advantage.name"}:  # imports torch and megatron-core
-        from megatron_webrl.trainer.credit.advantages import own_advantage_function
+    loss, advantage = config.trainer.loss, config.trainer.advantage
+    if isinstance(loss, OwnLossConfig):  # imports torch and megatron-core
         from megatron_webrl.trainer.loss.objective import own_loss
 
-        if isinstance(config.trainer.loss, OwnLossConfig):
-            own_loss(config.trainer.loss)
-        if isinstance(config.trainer.advantage, OwnAdvantageConfig):
-            own_advantage_function(config.trainer.advantage)
-    if any(key.startswith("rollout.") for key in named) or config.trainer.reward.function:
+        own_loss(loss)
+    if isinstance(advantage, OwnAdvantageConfig):
+        from megatron_webrl.trainer.credit.advantages import own_advantage_function
+
+        own_advantage_function(advantage)
+    if config.trainer.reward.function or any(key.startswith("rollout.") for key in named_in(config)):
         from megatron_webrl.rollout.agent import agent_class
         from megatron_webrl.rollout.contexts import context_class, response_form
-        from megatron_webrl.rollout.episode_runner import reward_function
+        from megatron_webrl.rollout.episode_runner import find_reward
 
         context_class(config.rollout.context)
         response_form(config.rollout.context)
         agent_class(config.rollout.agent)
-        if config.trainer.reward.function:
-            reward_function(config.trainer.reward)
-    if "judge.protocol" in named:
-        find_protocol(config.judge)
+        find_reward(config.trainer.reward)
+    find_protocol(config.judge)
 
 
 def _check_resumed_file(config: Config) -> None:

@@ -16,7 +16,6 @@ from megatron_webrl.browser.server.protocol import SessionSpec
 from megatron_webrl.config.import_path import find_function
 from megatron_webrl.config.loss import RewardConfig
 from megatron_webrl.config.schema import Config
-from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.control.client import TicketClaim
 from megatron_webrl.judge.budget import UsageMeter
 from megatron_webrl.judge.evaluation import EpisodeEvaluator, open_evaluator, with_verdict
@@ -90,6 +89,7 @@ class EpisodeRunner:
     live: RolloutTable = field(default_factory=RolloutTable)
     timeline: Timeline = OFF
     teacher: Teacher | None = None  # scores training episodes for distillation
+    reward: Callable[[Trajectory], float] | None = None  # trainer.reward.function, of training episodes
 
     @classmethod
     @asynccontextmanager
@@ -110,7 +110,8 @@ class EpisodeRunner:
                 _open_teacher(config, processor, trains) as teacher,
             ):
                 agent = agent_class(rollout.agent)(browsers, processor, Toolset.from_config(config.browser), lockstep)
-                yield cls(config, source, agent, evaluator, timeline=timeline, teacher=teacher)
+                reward = find_reward(config.trainer.reward)
+                yield cls(config, source, agent, evaluator, timeline=timeline, teacher=teacher, reward=reward)
         finally:
             source.close()
 
@@ -153,8 +154,8 @@ class EpisodeRunner:
         try:
             async with episode.deadline.scope():  # evaluators and the teacher have their own limits
                 evaluated = with_verdict(trajectory, await self.evaluator.evaluate(trajectory))
-                if episode.in_training:
-                    evaluated = with_reward(evaluated, self.config.trainer.reward)
+                if episode.in_training and self.reward is not None:
+                    evaluated = with_reward(evaluated, self.reward)
                 if teacher is not None:
                     evaluated = await teacher.scored(evaluated)
         except DeadlineExpired as expired:
@@ -163,29 +164,28 @@ class EpisodeRunner:
         return evaluated
 
 
-def with_reward(trajectory: Trajectory, settings: RewardConfig) -> Trajectory:
-    """A judged trajectory with the reward of trainer.reward.function, if there is one and the verdict does not mask it.
+def find_reward(settings: RewardConfig) -> Callable[[Trajectory], float] | None:
+    """What trainer.reward.function names; None without it. Raises ConfigError."""
+    if not settings.function:
+        return None
+    return find_function(settings.function, "trainer.reward.function", ("trajectory",), settings.options)
 
-    A function that raises, or gives no finite number, masks the episode as REWARD_ERROR. Raises ConfigError.
+
+def with_reward(trajectory: Trajectory, function: Callable[[Trajectory], float]) -> Trajectory:
+    """A judged trajectory with the reward of a function of the user's own, unless the verdict masks it.
+
+    A function that raises, or gives no finite number, masks the episode as REWARD_ERROR.
     """
-    if not settings.function or not trajectory.trainable:
+    if not trajectory.trainable:
         return trajectory
     try:
-        reward = float(reward_function(settings)(trajectory))
+        reward = float(function(trajectory))
         if math.isfinite(reward):
             return replace(trajectory, reward=reward)
-        log.error("trainer.reward.function=%s gave %s", settings.function, reward)
-    except ConfigError:
-        raise
+        log.error("trainer.reward.function gave %s", reward)
     except Exception:  # the user's function can raise anything; one episode must not end a worker
-        where = (settings.function, trajectory.ticket, trajectory.index)
-        log.exception("trainer.reward.function=%s failed on ticket %d, index %d", *where)
+        log.exception("trainer.reward.function failed on ticket %d, index %d", trajectory.ticket, trajectory.index)
     return replace(trajectory, outcome=REWARD_ERROR)
-
-
-def reward_function(settings: RewardConfig) -> Callable[[Trajectory], float]:
-    """What trainer.reward.function names. Raises ConfigError."""
-    return find_function(settings.function, "trainer.reward.function", ("trajectory",), settings.options)
 
 
 def _open_teacher(config: Config, processor: Processor, trains: bool) -> AbstractAsyncContextManager[Teacher | None]:
