@@ -31,7 +31,6 @@ from megatron_webrl.rollout.agent import Episode
 from megatron_webrl.rollout.demonstrations import ScriptedGenerator, scripted_generation
 from megatron_webrl.rollout.episode_runner import EpisodeRunner
 from megatron_webrl.rollout.generator import Generation
-from megatron_webrl.rollout.toolset import Toolset
 from megatron_webrl.track.episodes import StoredEpisode, read_episodes
 from megatron_webrl.track.metrics import UPDATES_FILE, update_metrics
 from megatron_webrl.types import Action, Observation, Step, Task, Trajectory, Verdict
@@ -79,6 +78,7 @@ class _Command:
                 self._process.wait(seconds)
             except subprocess.TimeoutExpired:
                 self._process.kill()
+                self._process.wait()
 
 
 class Job(_Command):
@@ -173,14 +173,14 @@ class Rollouts:
 
         What the policy raises is raised.
         """
-        config = self._runner.config
+        rollout = self._runner.config.rollout
         self._count += 1
         live = self._runner.live.open("rollout", self._count, 0, 1, task)
         if policy is None:
-            generator: Any = ScriptedGenerator(self.processor, config.rollout, Toolset.from_config(config.browser))
+            generator: Any = ScriptedGenerator(self.processor, rollout, self._runner.agent.toolset)
         else:
             generator = _PolicyGenerator(self.processor, policy)
-        return await self._runner.run_try(generator, Episode(config.rollout, live, in_training=False))
+        return await self._runner.run_try(generator, Episode(rollout, live, in_training=False))
 
     def open_session(self) -> AbstractAsyncContextManager[RemoteSession]:
         """A browser session: `reset(task)` opens the task's page, `step(action)` acts; both return an Observation."""
