@@ -32,6 +32,8 @@ async def test_only_the_sign_of_the_first_page_is_a_right_answer() -> None:
                 assert decided[-1] == oracle.decide("supported", fields, [first]) == (answer.text == sign)
                 assert not oracle.decide("rubric", fields | {"ANSWER": f"a {sign}"}, [first])
                 assert not oracle.decide("rubric", fields | {"ANSWER": sign}, [last])
+                assert oracle.decide("rubric", {"TASK": INSTRUCTION, "FACT": "The sign"}, [first, last])
+                assert not oracle.decide("rubric", {"TASK": INSTRUCTION, "FACT": "The sign"}, [last])
                 assert not oracle.decide("blocked", fields, [first])
             seen = await session.reset(source.make_task(NAME, 0))
             await session.step(await source.demonstrate(session.page, source.make_task(NAME, 0)))

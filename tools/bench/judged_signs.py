@@ -58,7 +58,10 @@ class JudgedSigns(MiniWobTaskSource):
 
 
 class SignTruth:
-    """Decides the judge's questions by the only sign of a screenshot; without such a screenshot nothing is shown."""
+    """Decides the judge's questions by the only sign of a screenshot; without such a screenshot nothing is shown.
+
+    The question about the fact comes without the answer, which another one compares.
+    """
 
     def __init__(self) -> None:
         self._signs: dict[bytes, str | None] = {}
@@ -67,7 +70,8 @@ class SignTruth:
         """See `tools.judge_endpoint.oracle.Oracle`."""
         if stage in ("blocked", "relevance"):
             return stage == "relevance"
-        return fields.get("ANSWER") in {sign for image in images if (sign := self._only_sign(image))}
+        shown, answer = {sign for image in images if (sign := self._only_sign(image))}, fields.get("ANSWER")
+        return bool(shown) and (answer is None or answer in shown)
 
     def _only_sign(self, image: bytes) -> str | None:
         digest = hashlib.blake2b(image, digest_size=16).digest()
