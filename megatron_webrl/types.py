@@ -109,6 +109,7 @@ class Task:
     subdomain: str = ""
     fact_count: int = 0  # difficulty as task files give it: the number of facts; 0: not given
     facts: tuple[RubricFact, ...] = ()  # of the rubric judge
+    part: str = ""  # name of the source in tasks.mix; empty where a run has one source
 
 
 class TaskReference(NamedTuple):
@@ -118,10 +119,11 @@ class TaskReference(NamedTuple):
     environment: str
     seed: int
     max_steps: int
+    part: str = ""
 
     @classmethod
     def of(cls, task: Task) -> Self:
-        return cls(task.id, task.environment, task.seed, task.max_steps)
+        return cls(task.id, task.environment, task.seed, task.max_steps, task.part)
 
 
 @dataclass(frozen=True)

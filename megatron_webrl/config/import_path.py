@@ -117,6 +117,8 @@ def named_in(config: Any, prefix: str = "") -> dict[str, list[str]]:
             values = value if isinstance(value, list) else [value]
             if paths := [each for each in values if is_import_path(each)]:
                 found[key] = paths
+    for part in getattr(config, "parts", ()):  # of tasks.mix
+        found |= named_in(part.tasks, f"{prefix}mix.{part.name}.")
     return found
 
 

@@ -20,7 +20,16 @@ from megatron_webrl.config.setting import (
     setting,
     variants,
 )
-from megatron_webrl.config.tasks import PAGE_SOURCES, SOURCES, FileTasksConfig, LatencyConfig, TasksConfig
+from megatron_webrl.config.tasks import (
+    PAGE_SOURCES,
+    SOURCES,
+    FileTasksConfig,
+    LatencyConfig,
+    MixTasksConfig,
+    TasksConfig,
+    check_names,
+    task_parts,
+)
 from megatron_webrl.config.trainer import TrainerConfig
 
 EVALUATION_EPISODES = 4  # that a worker runs at a time during training, beside its groups
@@ -406,6 +415,14 @@ def _check_evaluation(config: Config) -> None:
             f"evaluation.episodes=0 means all rows of a test file, which tasks.source={tasks.source} has not; set it "
             "to at least 1"
         )
+    for part in task_parts(tasks).values():
+        _check_task_files(part, evaluation)
+    for name, evaluators in tasks.evaluators.items() if isinstance(tasks, MixTasksConfig) else ():
+        where = f"tasks.mix: the evaluators of {name}"
+        check_names(where, dict.fromkeys(evaluators), config.judge.evaluators, "judge.evaluators")
+
+
+def _check_task_files(tasks: TasksConfig, evaluation: EvaluationConfig) -> None:
     if not isinstance(tasks, FileTasksConfig) or tasks.from_import_path:
         return
     if not (tasks.train_file or tasks.test_file):

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-from megatron_webrl.config.setting import ConfigError, Variants, is_import_path, setting
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from megatron_webrl.config.setting import ConfigError, Variants, check_sections, is_import_path, setting
 from megatron_webrl.types import DIFFICULTIES
-from megatron_webrl.util.text import close_matches
+from megatron_webrl.util.text import close_matches, first_line
 
 PAGE_SOURCES = ("miniwob", "sites")  # with environments and pages of their own; other sources draw rows
 FILE_SOURCES = ("webgym", "online_mind2web", "webvoyager", "file")  # formats of task files; file: by tasks.fields alone
@@ -111,7 +115,7 @@ class TasksConfig:
     source: str = setting(
         "miniwob",
         "Where tasks come from: miniwob, sites, a format of task files (webgym, online_mind2web, webvoyager, file), "
-        "or the import path of a source, such as my_package.my_source:Source.",
+        "several of these (mix), or the import path of a source, such as my_package.my_source:Source.",
         own=True,
     )
     max_steps: int = setting(10, "Step limit of an episode.", low=1)
@@ -200,12 +204,96 @@ class OwnTasksConfig(FileTasksConfig):
     environments: list[str] = setting([], "Environments of the source, drawn by tasks.sampler.")
 
 
+@dataclass
+class TaskPart:
+    """A source of tasks.mix: what its entry has beside the settings of a section tasks, and these."""
+
+    name: str = setting("", "Name of the source in metrics and evaluations.")
+    weight: float = setting(1.0, "Share of the tickets that draw its tasks, relative to the others.", above=0)
+    evaluators: list[str] = setting([], "Those of judge.evaluators that decide its episodes; empty: all.")
+    tasks: Any = None
+
+
+@dataclass
+class MixTasksConfig(TasksConfig):
+    """Several sources."""
+
+    mix: list[dict[str, Any]] = setting(
+        [],
+        "Sources that share the tickets: each has the settings of a section tasks (what it leaves out is as in tasks), "
+        "and may have a name, a weight (1), and evaluators, those of judge.evaluators that decide its episodes.",
+    )
+
+    @property
+    def parts(self) -> list[TaskPart]:
+        """The sources, with all their settings. Raises ConfigError."""
+        return [self._part(number, dict(entry)) for number, entry in enumerate(self.mix)]
+
+    @property
+    def evaluators(self) -> dict[str, list[str]]:
+        """Those of each source that names some, by its name."""
+        return {part.name: part.evaluators for part in self.parts if part.evaluators}
+
+    def check(self) -> None:
+        super().check()
+        parts = self.parts
+        if len(parts) < 2:
+            raise ConfigError("tasks.source=mix needs at least two sources in tasks.mix")
+        seen = dict[str, str]()
+        for number, part in enumerate(parts):
+            if part.name in (other.name for other in parts[:number]):
+                raise ConfigError(f"tasks.mix: two sources have the name {part.name}; give each a name of its own")
+            for name in part.tasks.environments if isinstance(part.tasks, PageTasksConfig) else ():
+                if (other := seen.setdefault(name, part.name)) != part.name:
+                    raise ConfigError(f"tasks.mix: {name} is an environment of {other} and of {part.name}; of one only")
+
+    def _part(self, number: int, entry: dict[str, Any]) -> TaskPart:
+        key = f"tasks.mix[{number}]"
+        source = entry.get("source")
+        if source is None:
+            raise ConfigError(f"{key} names no source; one of {', '.join(SOURCES.classes)}")
+        if source == self.source:
+            raise ConfigError(f"{key}.source={source}: a mix has no mix")
+        common = {spec.name: getattr(self, spec.name) for spec in fields(TasksConfig)} | {"source": source}
+        for name in ("latency", "offline_websites"):
+            if name in entry:
+                raise ConfigError(f"{key}.{name} holds for all sources; set tasks.{name}")
+        beside = {name: entry.pop(name) for name in ("name", "weight", "evaluators") if name in entry}
+        settings = SOURCES.choose(key, source)(**common)
+        try:
+            part, tasks = (
+                OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(usual), given))
+                for usual, given in ((TaskPart, beside), (settings, entry))
+            )
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"{key}.{error.full_key or error.key}: {first_line(error)}") from error
+        assert isinstance(part, TaskPart)
+        part.name = part.name or str(source)
+        if not re.fullmatch(r"[\w-]+", part.name):
+            raise ConfigError(f"{key}.name={part.name!r} is not made of letters, digits, - and _; give it another name")
+        try:
+            for section in (part, tasks):
+                check_sections(section, f"{key}.")
+        except ConfigError as error:
+            message = str(error)
+            raise ConfigError(message if key in message else message.replace("tasks.", f"{key}.", 1)) from error
+        part.tasks = tasks
+        return part
+
+
 SOURCES = Variants(
     "source",
-    dict.fromkeys(PAGE_SOURCES, PageTasksConfig) | dict.fromkeys(FILE_SOURCES, FileTasksConfig),
+    dict.fromkeys(PAGE_SOURCES, PageTasksConfig)
+    | dict.fromkeys(FILE_SOURCES, FileTasksConfig)
+    | {"mix": MixTasksConfig},
     OwnTasksConfig,
 )
 """Settings of each source, by tasks.source."""
+
+
+def task_parts(tasks: TasksConfig) -> dict[str, TasksConfig]:
+    """The settings of each source by its name in tasks.mix; a source alone has the name "". Raises ConfigError."""
+    return {part.name: part.tasks for part in tasks.parts} if isinstance(tasks, MixTasksConfig) else {"": tasks}
 
 
 def tasks_config(source: str = "miniwob", **settings: Any) -> Any:

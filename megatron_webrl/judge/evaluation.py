@@ -19,7 +19,7 @@ import time
 import traceback
 import unicodedata
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import asdict, replace
 from decimal import Decimal
@@ -192,9 +192,13 @@ Evaluate = Callable[[Trajectory], Awaitable[tuple[Verdict, bool]]]
 class EpisodeEvaluator:
     """Combines evaluators into one verdict."""
 
-    def __init__(self, parts: Sequence[tuple[str, Evaluate]], combine: str) -> None:
-        """`parts`: name and function of each; `combine`: "first", "all" or "any"."""
-        self._parts, self._combine = parts, combine
+    def __init__(
+        self, parts: Sequence[tuple[str, Evaluate]], combine: str, of_tasks: Mapping[str, Sequence[str]] | None = None
+    ) -> None:
+        """`parts`: name and function of each; `combine`: "first", "all" or "any"; `of_tasks`: the names of those that
+        decide the tasks of a source of tasks.mix, by its name; else all do.
+        """
+        self._parts, self._combine, self._of_tasks = parts, combine, of_tasks or {}
 
     async def evaluate(self, trajectory: Trajectory) -> Verdict:
         """The verdict on an unjudged episode. An episode with another end than a regular one keeps its mask, unjudged.
@@ -208,7 +212,9 @@ class EpisodeEvaluator:
         decisive = {"all": "failure", "any": "success"}.get(self._combine)
         verdicts: list[Verdict] = []
         is_decided = False
-        for _, evaluate in self._parts:
+        names = self._of_tasks.get(trajectory.task.part)
+        parts = [part for part in self._parts if not names or part[0] in names]
+        for _, evaluate in parts:
             verdict, decides = await evaluate(trajectory)
             verdicts.append(verdict)
             is_decided = decides if decisive is None else verdict.outcome == decisive
@@ -216,8 +222,8 @@ class EpisodeEvaluator:
                 break
         masks = [verdict for verdict in verdicts if verdict.outcome not in TRAINABLE_OUTCOMES]
         chosen = verdicts[-1] if is_decided or not masks else masks[0]
-        if len(self._parts) > 1 and decisive:
-            chosen = replace(chosen, evaluator=f"{self._combine}({', '.join(name for name, _ in self._parts)})")
+        if len(parts) > 1 and decisive:
+            chosen = replace(chosen, evaluator=f"{self._combine}({', '.join(name for name, _ in parts)})")
         judged = next((verdict for verdict in verdicts if verdict.protocol), chosen)
         totals = {name: sum(getattr(verdict, name) for verdict in verdicts) for name in _USAGE}
         return replace(
@@ -230,8 +236,11 @@ _USAGE = ("calls", "prompt_tokens", "response_tokens", "dollars")
 
 
 @asynccontextmanager
-async def open_evaluator(settings: JudgeConfig, meter: UsageMeter) -> AsyncIterator[EpisodeEvaluator]:
-    """The evaluator of a configuration; `meter` counts requests to judge models against the budget.
+async def open_evaluator(
+    settings: JudgeConfig, meter: UsageMeter, of_tasks: Mapping[str, Sequence[str]] | None = None
+) -> AsyncIterator[EpisodeEvaluator]:
+    """The evaluator of a configuration; `meter` counts requests to judge models against the budget; `of_tasks` as in
+    EpisodeEvaluator.
 
     Raises ConfigError for an unknown evaluator, and for missing prompts, models, endpoints or keys.
     """
@@ -250,7 +259,7 @@ async def open_evaluator(settings: JudgeConfig, meter: UsageMeter) -> AsyncItera
                 parts.append((name, _by_answer(name, _BY_ANSWER[name])))
             else:
                 parts.append((name, _ByFunction(name, settings.deadline_seconds)))
-        yield EpisodeEvaluator(parts, settings.combine)
+        yield EpisodeEvaluator(parts, settings.combine, of_tasks)
 
 
 def _by_page(reward_threshold: float) -> Evaluate:

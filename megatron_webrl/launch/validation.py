@@ -200,12 +200,14 @@ MACHINE_CHECKS: tuple[Callable[[Config], None], ...] = (
 
 def check_tasks_and_browser(config: Config, *, require_browser: bool = True) -> None:
     """Check that the tasks exist, and the browser unless it runs on another machine. Raises ConfigError."""
+    from megatron_webrl.tasks.mix import TaskMix
     from megatron_webrl.tasks.registry import make_source
     from megatron_webrl.tasks.web_pages import WebPageSource
 
     source = make_source(config.tasks)
-    if isinstance(source, WebPageSource):
-        _check_websites(config, source)
+    for each in source.sources.values() if isinstance(source, TaskMix) else [source]:
+        if isinstance(each, WebPageSource):
+            _check_websites(config, each)
     source.close()
     evaluation = config.evaluation
     if evaluation.before or evaluation.after or evaluation.every:

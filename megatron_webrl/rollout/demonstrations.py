@@ -13,7 +13,7 @@ from megatron_webrl.browser.server.client import RemoteSession
 from megatron_webrl.config.rollout import RolloutConfig
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.config.tasks import PageTasksConfig
+from megatron_webrl.config.tasks import PageTasksConfig, TasksConfig, task_parts
 from megatron_webrl.judge.evaluation import page_verdict, with_verdict
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.ring.record import RecordFileWriter, encode_trajectory
@@ -24,6 +24,7 @@ from megatron_webrl.rollout.generator import Generation, GenerationError
 from megatron_webrl.rollout.responses import THOUGHT_CLOSE
 from megatron_webrl.rollout.toolset import COORDINATE_TOOLSET, Toolset
 from megatron_webrl.tasks.click_target import ScriptedPolicyError
+from megatron_webrl.tasks.mix import TaskMix
 from megatron_webrl.tasks.registry import make_source, required_actions, scripted_environments
 from megatron_webrl.tasks.source import TaskSource
 from megatron_webrl.track.live_rollouts import LiveRollout
@@ -127,23 +128,28 @@ async def write_demonstrations(
 
 def check_scripted_policies(config: Config) -> None:
     """Raise ConfigError for an environment without a scripted policy, or whose policy needs a disabled action."""
+    for tasks in task_parts(config.tasks).values():
+        _check_scripts(config, tasks)
+
+
+def _check_scripts(config: Config, tasks: TasksConfig) -> None:
     setting = f"trainer.warm_start.demonstrations={config.trainer.warm_start.demonstrations}"
-    if config.tasks.from_files and not config.tasks.offline_websites:
+    if tasks.from_files and not tasks.offline_websites:
         raise ConfigError(
-            f"{setting}, but tasks.source={config.tasks.source} has scripted policies on offline websites only; set "
+            f"{setting}, but tasks.source={tasks.source} has scripted policies on offline websites only; set "
             "demonstrations to 0, or tasks.offline_websites=true with files of them"
         )
-    if not isinstance(config.tasks, PageTasksConfig):
+    if not isinstance(tasks, PageTasksConfig):
         return  # whether a task has a script is known when it is opened
-    known = scripted_environments(config.tasks.source)
-    missing = [name for name in config.tasks.environments if name not in known]
+    known = scripted_environments(tasks.source)
+    missing = [name for name in tasks.environments if name not in known]
     if missing:
         raise ConfigError(
             f"{setting}, but {', '.join(missing)} of tasks.environments has no scripted policy; leave it out, or set "
-            f"demonstrations to 0 ({len(known)} environments of {config.tasks.source} have one: docs/tasks.md)"
+            f"demonstrations to 0 ({len(known)} environments of {tasks.source} have one: docs/tasks.md)"
         )
-    for name in config.tasks.environments:
-        needed = set(required_actions(config.tasks.source, name)) - set(config.browser.actions)
+    for name in tasks.environments:
+        needed = set(required_actions(tasks.source, name)) - set(config.browser.actions)
         if needed:
             raise ConfigError(
                 f"{setting}, but the scripted policy of {name} needs {', '.join(sorted(needed))}; "
@@ -155,7 +161,7 @@ class _Demonstrations:
     """Runs episodes until enough are recorded."""
 
     def __init__(
-        self, config: Config, source: TaskSource, agent: Agent, count: int, progress: Callable[[int], None]
+        self, config: Config, source: TaskSource | TaskMix, agent: Agent, count: int, progress: Callable[[int], None]
     ) -> None:
         self._config, self._source, self._agent, self._count, self._progress = config, source, agent, count, progress
         self._records_failures = config.trainer.warm_start.premature_submit_probability > 0

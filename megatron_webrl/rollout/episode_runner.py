@@ -16,6 +16,7 @@ from megatron_webrl.browser.server.protocol import SessionSpec
 from megatron_webrl.config.import_path import find_function
 from megatron_webrl.config.loss import RewardConfig
 from megatron_webrl.config.schema import Config
+from megatron_webrl.config.tasks import MixTasksConfig
 from megatron_webrl.control.client import TicketClaim
 from megatron_webrl.judge.budget import UsageMeter
 from megatron_webrl.judge.evaluation import EpisodeEvaluator, open_evaluator, with_verdict
@@ -24,8 +25,9 @@ from megatron_webrl.rollout.agent import Agent, DeadlineExpired, Episode, agent_
 from megatron_webrl.rollout.generator import Generator
 from megatron_webrl.rollout.stepping import Lockstep
 from megatron_webrl.rollout.toolset import Toolset
+from megatron_webrl.tasks.mix import TaskMix, referenced_task
 from megatron_webrl.tasks.registry import make_source
-from megatron_webrl.tasks.source import TaskSource, referenced_task
+from megatron_webrl.tasks.source import TaskSource
 from megatron_webrl.track import live_rollouts
 from megatron_webrl.track.episodes import TRAINING
 from megatron_webrl.track.evaluations import EvaluationRequest
@@ -83,7 +85,7 @@ class EpisodeRunner:
     """Runs the episodes of a worker: the agent, then evaluators and teacher."""
 
     config: Config
-    task_source: TaskSource
+    task_source: TaskSource | TaskMix
     agent: Agent
     evaluator: EpisodeEvaluator
     live: RolloutTable = field(default_factory=RolloutTable)
@@ -101,12 +103,13 @@ class EpisodeRunner:
 
         If it `trains`, also the teacher, if there is one. `meter` counts the use of judge models.
         """
-        rollout, source = config.rollout, make_source(config.tasks)
+        rollout, source, tasks = config.rollout, make_source(config.tasks), config.tasks
+        evaluators = tasks.evaluators if isinstance(tasks, MixTasksConfig) else {}
         lockstep = Lockstep(rollout.operation_timeout_seconds) if rollout.stepping == "lockstep" else None
         try:
             async with (
                 open_browsers(config, config.sessions_per_worker, name) as browsers,
-                open_evaluator(config.judge, meter) as evaluator,
+                open_evaluator(config.judge, meter, evaluators) as evaluator,
                 _open_teacher(config, processor, trains) as teacher,
             ):
                 agent = agent_class(rollout.agent)(browsers, processor, Toolset.from_config(config.browser), lockstep)

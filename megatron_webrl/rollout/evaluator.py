@@ -49,7 +49,7 @@ def make_result(trajectory: Trajectory, seconds: float) -> EvaluationResult:
     task, steps, verdict = trajectory.task, trajectory.steps, trajectory.verdict
     oldest, newest = trajectory.oldest_version, trajectory.newest_version
     return EvaluationResult(
-        index=trajectory.ticket, sample=trajectory.index, task=task.id, source=task.source,
+        index=trajectory.ticket, sample=trajectory.index, task=task.id, source=task.part or task.source,
         environment=task.environment, difficulty=task.difficulty, outcome=trajectory.outcome, steps=len(steps),
         response_tokens=trajectory.response_tokens, seconds=seconds, worker=trajectory.worker,
         versions=None if oldest is None or newest is None else (oldest, newest),

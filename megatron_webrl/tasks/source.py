@@ -1,4 +1,4 @@
-"""Task sources: interface, common base, and the task of a ticket."""
+"""Task sources: interface and common base."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_webrl.tasks.sampler.knowledge import SamplerKnowledge
 from megatron_webrl.tasks.sampler.samplers import draw_environment, environment_probabilities
 from megatron_webrl.tasks.sampler.step_limits import evaluation_limit, training_limit
 from megatron_webrl.tasks.server import LocalServer
-from megatron_webrl.types import Action, Task, TaskReference, TaskSite
+from megatron_webrl.types import Action, Task, TaskSite
 from megatron_webrl.util.text import close_matches
 
 if TYPE_CHECKING:
@@ -115,17 +115,6 @@ class LocalTaskSource(TaskSourceBase):
         environment, page_seed = held_out_environment_and_seed(index, len(self.environments))
         task = self.make_task(self.environments[environment], page_seed)
         return replace(task, max_steps=self.evaluation_steps(task.difficulty))
-
-
-def referenced_task(source: TaskSource, reference: TaskReference) -> Task:
-    """The task of a ticket. Raises ConfigError if the source makes another one than the trainer's."""
-    task = source.make_task(reference.environment, reference.seed)
-    if task.id != reference.id:
-        raise ConfigError(
-            f"make_task({reference.environment!r}, {reference.seed}) of tasks.source makes the task {task.id!r}, but "
-            f"the trainer drew {reference.id!r}; use the same tasks on all nodes"
-        )
-    return replace(task, max_steps=reference.max_steps)
 
 
 def training_page_seed(seed: int, ticket: int) -> int:

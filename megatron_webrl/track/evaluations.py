@@ -291,7 +291,7 @@ def evaluation_metrics(line: Mapping[str, Any]) -> dict[str, float]:
         metrics |= {f"success_of_judged{end}": rate for end, rate in rates.items()}
     for name in ("pass_at", "success_within"):
         metrics |= {f"{name}/{number}": value for number, value in line[name].items()}
-    for part in (line["environments"], line["difficulties"]):
+    for part in (line["environments"], line["difficulties"], line["sources"] if len(line["sources"]) > 1 else {}):
         rates = {metric_label(name): entry["success_of_judged"] for name, entry in part.items()}
         metrics |= {f"success_of_judged/{name}": rate for name, rate in rates.items() if rate is not None}
     return {f"{prefix}/{name}": float(value) for name, value in metrics.items()}

@@ -50,8 +50,8 @@ def accounting_line(accounting: Mapping[str, Any]) -> str:
 
 
 def evaluation_table(lines: Sequence[Mapping[str, Any]]) -> Table:
-    """Success of judged episodes in several evaluations of the same tasks: a row per environment, and the total with
-    its interval."""
+    """Success of judged episodes in several evaluations of the same tasks: a row per environment, and per source where
+    there are several, and the total with its interval."""
     table = Table(header_style="bold", box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_footer=True)
     table.add_column("task", footer="all\n95 % interval", overflow="fold")
     for line in lines:  # how the policy acted, and when
@@ -64,12 +64,14 @@ def evaluation_table(lines: Sequence[Mapping[str, Any]]) -> Table:
     counts = {"epi-\nsodes": last["episodes"], "masked": _no_verdict(last) + last["missing"]}
     for title, count in counts.items():
         table.add_column(title, footer=str(count), justify="right")
-    for name in sorted({name for line in lines for name in line["environments"]}):
-        entries = [line["environments"].get(name) for line in lines]
+    names = [("environments", name) for name in sorted({name for line in lines for name in line["environments"]})]
+    sources = sorted({name for line in lines for name in line["sources"]})
+    for key, name in names + [("sources", name) for name in sources if len(sources) > 1]:
+        entries = [line[key].get(name) for line in lines]
         cells = [_percent(entry and entry["success_of_judged"], 0) for entry in entries]
         if (entry := entries[-1]) is not None:
             cells += [str(entry["episodes"]), str(_no_verdict(entry))]
-        table.add_row(name, *cells)
+        table.add_row(name if key == "environments" else f"all of {name}", *cells)
     return table
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_webrl.config.import_path import named_in
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.tasks import tasks_config
@@ -83,6 +84,16 @@ def test_a_class_or_a_function_makes_the_source(name: str) -> None:
     sources = make_all_sources(settings)  # of a browser server
     assert list(sources) == ["miniwob", "sites", settings.source]
     assert sources[settings.source].make_task("docs", 1).id == "docs/1"
+    for source in sources.values():
+        source.close()
+
+
+def test_a_source_within_a_mix_is_named_and_served() -> None:
+    own = "own_tasks.pages:Source"
+    config = Config(tasks=tasks_config("mix", mix=[{"source": "miniwob"}, {"source": own, "name": "own"}]))
+    assert named_in(config) == {"tasks.mix.own.source": [own]}
+    sources = make_all_sources(config.tasks)
+    assert list(sources) == ["miniwob", "sites", own]
     for source in sources.values():
         source.close()
 

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.config.tasks import FileTasksConfig, TasksConfig
+from megatron_webrl.config.tasks import FileTasksConfig, TasksConfig, task_parts
 from megatron_webrl.tasks.files.reading import open_lines, scan
 from megatron_webrl.tasks.files.rows import FieldMap, RowError, field_map_of, parse_line, parse_task
 from megatron_webrl.tasks.sampler.knowledge import task_key
@@ -122,9 +122,13 @@ class FileDigest(NamedTuple):
 
 def task_file_digests(tasks: TasksConfig) -> dict[str, FileDigest]:
     """The digest of each task file by its setting; empty for other sources. Raises ConfigError."""
-    if not isinstance(tasks, FileTasksConfig) or tasks.from_import_path:
-        return {}
-    return {setting: FileDigest(table.name, table.digest) for setting, table in load_task_files(tasks).items()}
+    found = {}
+    for name, part in task_parts(tasks).items():
+        if isinstance(part, FileTasksConfig) and not part.from_import_path:
+            for setting, table in load_task_files(part).items():
+                key = setting.replace("tasks.", f"tasks.mix.{name}.") if name else setting
+                found[key] = FileDigest(table.name, table.digest)
+    return found
 
 
 def difference_between_nodes(trainers: Mapping[str, Any], files: Mapping[str, FileDigest], role: str) -> str | None:
@@ -140,13 +144,13 @@ def difference_between_nodes(trainers: Mapping[str, Any], files: Mapping[str, Fi
 
 
 def difference_from_checkpoint(saved: Mapping[str, Any] | None, files: Mapping[str, FileDigest]) -> str | None:
-    """What is wrong if the training file has other rows than that of a checkpoint, whose `task_sampler` is `saved`."""
-    before = (saved or {}).get("files", {}).get(TRAIN_FILE)
-    if before is None or TRAIN_FILE not in files or FileDigest(*before).digest == files[TRAIN_FILE].digest:
-        return None
-    path, digest = files[TRAIN_FILE]
-    return (
-        f"{TRAIN_FILE}={path} has the digest {digest}, but the run was trained on a file of the digest "
-        f"{FileDigest(*before).digest}, whose rows its tickets draw; restore that file, or start a new run with "
-        "another run.name and the weights of this one (model.checkpoint)"
-    )
+    """What is wrong if a training file has other rows than that of a checkpoint, whose `task_sampler` is `saved`."""
+    for setting, before in (saved or {}).get("files", {}).items():
+        path, digest = files.get(setting, FileDigest(*before))
+        if setting.endswith(".train_file") and (trained := FileDigest(*before).digest) != digest:
+            return (
+                f"{setting}={path} has the digest {digest}, but the run was trained on a file of the digest {trained}, "
+                "whose rows its tickets draw; restore that file, or start a new run with another run.name and the "
+                "weights of this one (model.checkpoint)"
+            )
+    return None

@@ -25,11 +25,23 @@ class PassRate(NamedTuple):
 
 @dataclass
 class SamplerKnowledge:
-    """Estimated pass rates of units, blocked websites, and the policy version, at the time of a draw."""
+    """Estimated pass rates of units, blocked websites, and the policy version, at the time of a draw.
+
+    Of tasks.mix each source has pass rates of its own (`of_part`).
+    """
 
     version: int = 0
     passes: dict[str, PassRate] = field(default_factory=dict)  # by unit
     blocked: dict[str, float] = field(default_factory=dict)  # by website (host): when it ends, unix time, seconds
+    parts: dict[str, Self] = field(default_factory=dict)  # by name in tasks.mix
+
+    def of_part(self, name: str) -> Self:
+        """What is known for a source of tasks.mix; "": for a source alone."""
+        if not name:
+            return self
+        part = self.parts.setdefault(name, type(self)(blocked=self.blocked))
+        part.version = self.version
+        return part
 
     def pass_rates(self, units: Iterable[str], initial: float, trusted_groups: int = 1) -> list[float]:
         """The estimate of each unit, [units]; `initial` for one of fewer than `trusted_groups` groups."""
@@ -44,12 +56,15 @@ class SamplerKnowledge:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint stores; the version is that of the checkpoint."""
-        return {"passes": dict(self.passes), "blocked": dict(self.blocked)}
+        parts = {name: dict(part.passes) for name, part in self.parts.items()}
+        return {"passes": dict(self.passes), "blocked": dict(self.blocked), "parts": parts}
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any], version: int) -> Self:
-        passes = {unit: PassRate(*known) for unit, known in state.get("passes", {}).items()}
-        return cls(version, passes, dict(state.get("blocked", {})))
+        made = cls(version, blocked=dict(state.get("blocked", {})))
+        for name, passes in {"": state.get("passes", {}), **state.get("parts", {})}.items():
+            made.of_part(name).passes = {unit: PassRate(*known) for unit, known in passes.items()}
+        return made
 
 
 def draws_environments(tasks: TasksConfig) -> bool:

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_webrl.config.schema import Config
-from megatron_webrl.config.tasks import PageTasksConfig
+from megatron_webrl.config.tasks import PageTasksConfig, TasksConfig, task_parts
 from megatron_webrl.control.connection import JobFailed
 from megatron_webrl.tasks.files.table import FileDigest, difference_from_checkpoint
+from megatron_webrl.tasks.mix import TaskMix
 from megatron_webrl.tasks.sampler.knowledge import (
     SamplerKnowledge,
     draws_environments,
@@ -44,7 +45,7 @@ class TaskSampler:
     def __init__(
         self,
         config: Config,
-        source: TaskSource,
+        source: TaskSource | TaskMix,
         saved: Mapping[str, Any] | None,
         version: int,
         files: Mapping[str, FileDigest] | None = None,
@@ -56,17 +57,16 @@ class TaskSampler:
         tasks, saved, self.files = config.tasks, saved or {}, dict(files or {})
         if difference := difference_from_checkpoint(saved, self.files):
             raise JobFailed(difference)
-        self.settings = tasks.sampler
-        self.environments = tuple(tasks.environments) if isinstance(tasks, PageTasksConfig) else ()
-        self._source, self._source_name, self._seed = source, tasks.source, config.run.seed
-        self._growing_steps = tasks.growing_steps
-        self._by_environment, self._unit_kind = draws_environments(tasks), unit_kind(tasks)
-        self._initial = initial_pass_rate(self.settings) if self._by_environment else INITIAL_PASS_RATE
-        same_source = saved.get("source") == tasks.source
-        self.tasks = {ticket: TaskReference(*task) for ticket, task in saved.get("tasks", ()) if same_source}
+        self._source, self._seed, self.parts = source, config.run.seed, task_parts(tasks)
+        before = {name: tuple(kinds) for name, kinds in saved.get("parts", {}).items()}
+        references = {ticket: TaskReference(*task) for ticket, task in saved.get("tasks", ())}
+        self._kinds = {name: (part.source, unit_kind(part)) for name, part in self.parts.items()}
+        same_source = {name for name, kinds in before.items() if kinds[0] == self._kinds.get(name, ("", ""))[0]}
+        self.tasks = {ticket: task for ticket, task in references.items() if task.part in same_source}
         self.knowledge = SamplerKnowledge.from_state_dict(saved.get("knowledge", {}), version)
-        if not same_source or saved.get("unit") != self._unit_kind:
-            self.knowledge.passes.clear()  # of other units
+        for name, kinds in self._kinds.items():
+            if before.get(name) != kinds:
+                self.knowledge.of_part(name).passes.clear()  # of other units
         self.closed_tickets = Counter(saved.get("closed_tickets", {}))  # by environment
         self.block_list = BlockList(self.knowledge.blocked, config.run_folder / BLOCK_LIST_FILE)
         self.block_list.restore()
@@ -90,44 +90,55 @@ class TaskSampler:
         """
         self.tasks.pop(group.ticket, None)
         task = group.trajectories[0].task
-        # Else it is of a task file, or the setting changed since its ticket was issued.
-        if self._by_environment and task.environment in self.environments:
+        part = self.parts.get(task.part)
+        if part is None:
+            return  # the setting changed since its ticket was issued
+        if isinstance(part, PageTasksConfig) and task.environment in part.environments:
             self.closed_tickets[task.environment] += 1
-        counts = self.settings.adapts and group.has_one_task and group.is_complete
+        counts = part.sampler.adapts and group.has_one_task and group.is_complete
         if passed := [t.outcome == "success" for t in group.trajectories if t.trainable and counts]:
-            self.knowledge.learn(unit_of(task, self._unit_kind), sum(passed) / len(passed), self._initial)
+            unit, known = unit_of(task, self._kinds[task.part][1]), self.knowledge.of_part(task.part)
+            known.learn(unit, sum(passed) / len(passed), _initial(part))
 
-    def pass_rate(self, unit: str) -> float:
-        """The latest estimate of a unit's pass rate."""
-        return self.knowledge.pass_rates([unit], self._initial)[0]
+    def pass_rate(self, unit: str, part: str = "") -> float:
+        """The latest estimate of the pass rate of a unit, of a source by its name in tasks.mix."""
+        return self.knowledge.of_part(part).pass_rates([unit], _initial(self.parts[part]))[0]
 
     def metrics(self) -> dict[str, float]:
         """Metrics of an update by MLflow name, with the step limit of the latest tickets."""
-        limit = growing_limit(self._growing_steps, self.knowledge.version)
-        return self._draw_metrics() | ({} if limit is None else {"sampler/step_limit": float(limit)})
+        metrics: dict[str, float] = {}
+        if not all(map(draws_environments, self.parts.values())):
+            metrics |= self.block_list.pop_metrics()
+        for name, part in self.parts.items():
+            metrics |= self._draw_metrics(name, part)
+            limit = growing_limit(part.growing_steps, self.knowledge.version)
+            if limit is not None:
+                metrics["/".join(filter(None, ("sampler/step_limit", name)))] = float(limit)
+        return metrics
 
-    def _draw_metrics(self) -> dict[str, float]:
-        """Metrics of each environment, or of the task file as a whole."""
-        if not self._by_environment:
-            metrics = self.block_list.pop_metrics()
-            units: Sequence[str] = DIFFICULTIES if self._unit_kind == "difficulty" and self.settings.adapts else ()
-            return metrics | {f"sampler/pass_rate/{unit}": self.pass_rate(unit) for unit in units}
-        if not self.settings.adapts:
+    def _draw_metrics(self, name: str, part: TasksConfig) -> dict[str, float]:
+        """Metrics of each environment, or of the difficulties of a task file, of a source that adapts."""
+        if not part.sampler.adapts:
             return {}
+        if not isinstance(part, PageTasksConfig):
+            units: Sequence[str] = DIFFICULTIES if part.sampler.per == "difficulty" else ()
+            return {
+                "/".join(filter(None, ("sampler/pass_rate", name, unit))): self.pass_rate(unit, name) for unit in units
+            }
         metrics = {}
-        assert isinstance(self._source, LocalTaskSource)
-        probabilities = self._source.probabilities(self.knowledge)
-        for name, probability in zip(self.environments, probabilities, strict=True):
-            metrics[f"sampler/probability/{name}"] = probability
-            metrics[f"sampler/pass_rate/{name}"] = self.pass_rate(name)
-            metrics[f"sampler/closed_tickets/{name}"] = float(self.closed_tickets[name])
+        source = self._source.sources[name] if isinstance(self._source, TaskMix) else self._source
+        assert isinstance(source, LocalTaskSource)
+        probabilities = source.probabilities(self.knowledge.of_part(name))
+        for environment, probability in zip(part.environments, probabilities, strict=True):
+            metrics[f"sampler/probability/{environment}"] = probability
+            metrics[f"sampler/pass_rate/{environment}"] = self.pass_rate(environment, name)
+            metrics[f"sampler/closed_tickets/{environment}"] = float(self.closed_tickets[environment])
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint stores: the tasks of open tickets and the knowledge."""
         return {
-            "source": self._source_name,
-            "unit": self._unit_kind,
+            "parts": self._kinds,
             "files": self.files,
             "tasks": sorted(self.tasks.items()),
             "knowledge": self.knowledge.state_dict(),
@@ -136,6 +147,11 @@ class TaskSampler:
 
     def close(self) -> None:
         self._source.close()
+
+
+def _initial(part: TasksConfig) -> float:
+    """The estimate of a unit's pass rate before its first group."""
+    return initial_pass_rate(part.sampler) if draws_environments(part) else INITIAL_PASS_RATE
 
 
 BLOCK_HOURS = 12.0  # a website that refused the agent rarely admits it sooner

@@ -32,6 +32,7 @@ class _Episode:
 
     environment: str
     difficulty: str
+    part: str  # name of its source in tasks.mix
     succeeded: bool
     crashed: bool
     mask: str  # why it is masked; empty if it is trainable
@@ -67,6 +68,7 @@ class GroupStatistics:
             _Episode(
                 metric_label(t.task.environment),
                 metric_label(t.task.difficulty),
+                t.task.part,
                 t.outcome == "success",
                 t.outcome in FAULT_OUTCOMES or t.end_reason in FAULT_OUTCOMES,
                 "" if t.trainable else metric_label(mask_name(t)),
@@ -186,6 +188,8 @@ def _group_metrics(groups: Sequence[_Group]) -> dict[str, float]:
     metrics = {f"group_rate/{name}": mean([group.kind == name for group in groups]) for name in GROUP_KINDS}
     for name, alike in _by(episodes, lambda each: each.environment):
         metrics[f"rollout_success_rate/{name}"] = mean([each.succeeded for each in alike])
+    for name, alike in _by([each for each in episodes if each.part], lambda each: each.part):
+        metrics[f"rollout_success_rate_of_source/{name}"] = mean([each.succeeded for each in alike])
     metrics["rollout_success_rate"] = mean([each.succeeded for each in episodes])
     metrics["rollout_episodes"] = float(len(episodes))
     variances = [float(np.var([each.reward for each in group.episodes])) for group in groups]

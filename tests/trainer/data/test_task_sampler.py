@@ -7,7 +7,7 @@ import random
 import secrets
 from collections import deque
 from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,10 @@ from megatron_webrl.control.connection import JobFailed
 from megatron_webrl.ring.record import encode_trajectory
 from megatron_webrl.ring.ring import Ring
 from megatron_webrl.tasks.files.table import FileDigest
-from megatron_webrl.tasks.miniwob import MiniWobTaskSource
+from megatron_webrl.tasks.mix import referenced_task
 from megatron_webrl.tasks.registry import make_source
 from megatron_webrl.tasks.sampler import knowledge, samplers
 from megatron_webrl.tasks.sampler.knowledge import SamplerKnowledge
-from megatron_webrl.tasks.source import referenced_task
 from megatron_webrl.track.metrics import UpdateSeconds
 from megatron_webrl.track.mlflow_upload import MLflowTracker
 from megatron_webrl.trainer import coordinator as coordinators
@@ -46,6 +45,11 @@ from tests.trainer.ranks import results
 from tests.trajectories import trajectory
 
 SKILL = {"click-test": 0.98, "click-tab": 0.5, "enter-text": 0.1, "focus-text": 0.8, "click-link": 0.02}
+ALONE = tasks_config(environments=list(SKILL), sampler=SamplerConfig("curriculum"))
+MIXED = tasks_config("mix", sampler=SamplerConfig("curriculum"), mix=[
+    {"source": "miniwob", "environments": list(SKILL)[:3], "weight": 2},
+    {"source": "miniwob", "name": "others", "environments": list(SKILL)[3:]},
+])  # fmt: skip
 UPDATES, GROUP, IN_FLIGHT = 8, 4, 8
 TOKEN_TOTALS = ("response_tokens", "success_tokens", "entropy", "success_entropy", "tokens")
 METRICS = dict.fromkeys((*TOKEN_TOTALS, "loss", "gradient_norm", "gradient_clipped", "learning_rate"), 1.0)
@@ -54,7 +58,10 @@ MISMATCH = LogprobMismatch({1: LagMismatch(4, 0.2, 0.9, 1.0, 0.5)})
 
 def run(_: Any, folder: Path) -> dict[str, dict[str, Any]]:
     group_source.POLL_SECONDS = 0.001
-    return {name: Run(folder, name).run(ends) for name, ends in (("whole", ()), ("resumed", (4,)))}
+    return {
+        f"{name}{number}": Run(folder, f"{name}{number}", tasks).run(ends)
+        for number, tasks in enumerate((ALONE, MIXED)) for name, ends in (("whole", ()), ("resumed", (4,)))
+    }  # fmt: skip
 
 
 class Run:
@@ -64,23 +71,23 @@ class Run:
     groups does not depend on the machine. An episode succeeds at random, seeded by its task.
     """
 
-    def __init__(self, folder: Path, name: str) -> None:
+    def __init__(self, folder: Path, name: str, tasks: TasksConfig) -> None:
         self.config, self.folder = Config(), folder
         self.config.run.directory, self.config.run.name, self.config.run.seed = str(folder), name, 5
-        self.config.tasks.environments, self.config.tasks.sampler.name = list(SKILL), "curriculum"
+        self.config.tasks = tasks
         self.config.trainer.updates, self.config.trainer.groups_per_update = UPDATES, 3
         # Many tickets in flight and fast estimates: a ticket that changed its state would change its task.
         knowledge.LATEST_GROUP_WEIGHT, self.config.rollout.max_staleness = 0.8, 4
         self.config.run_folder.mkdir()
         (self.config.run_folder / "config.yaml").touch()
-        self.source = MiniWobTaskSource(list(SKILL), TasksConfig(max_steps=4, sampler=self.config.tasks.sampler))
+        self.source = make_source(tasks)
         self.tasks: dict[int, set[str]] = {}  # ticket -> its task ids
         self.in_flight: deque[list[Trajectory]] = deque()
 
     def run(self, ends: Iterable[int]) -> dict[str, Any]:
         """Run to the end, with a restart from a checkpoint after each of the versions `ends`."""
         state, open_tickets, found = TrainerState(0, 0, 0, (), Accounting().state_dict(), 0), [], dict[str, Any]()
-        with self.source:
+        with closing(self.source):
             for end in (*ends, UPDATES):
                 if state.version:
                     (self.config.run_folder / "state.json").write_text(json.dumps(asdict(state)))
@@ -122,7 +129,9 @@ class Run:
             sampler = coordinator.task_sampler
             assert sampler is not None
             return coordinator.trainer_state(end), {
-                "rates": {name: sampler.pass_rate(name) for name in SKILL}, "kept_tasks": len(sampler.tasks),
+                "rates": {"": sampler.knowledge.passes}
+                | {part: known.passes for part, known in sampler.knowledge.parts.items()},
+                "kept_tasks": len(sampler.tasks),
                 "warned": warned,
             }  # fmt: skip
 
@@ -144,9 +153,17 @@ class Run:
         return [replace(each, task=task) for each in made]
 
 
-def test_a_resumed_run_continues_with_the_tasks_of_an_uninterrupted_one(tmp_path: Path) -> None:
-    (found,) = results(run, tmp_path, ranks=1)
-    whole, resumed = found["whole"], found["resumed"]
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    (found,) = results(run, tmp_path_factory.mktemp("runs"), ranks=1)
+    return found
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["alone", "mixed"])
+def test_a_resumed_run_continues_with_the_tasks_of_an_uninterrupted_one(
+    runs: dict[str, dict[str, Any]], number: int
+) -> None:
+    whole, resumed = runs[f"whole{number}"], runs[f"resumed{number}"]
     assert not whole["open"]
     assert len(resumed["open"]) == 1
     assert all(len(tickets) >= 7 for tickets in resumed["open"])  # they were in flight, and are issued again
@@ -154,6 +171,7 @@ def test_a_resumed_run_continues_with_the_tasks_of_an_uninterrupted_one(tmp_path
     assert all(len(tasks) == 1 for tasks in resumed["tasks"].values())
     for name in ("tasks", "rates", "base"):
         assert resumed[name] == whole[name], name
+    assert {part for part, passes in whole["rates"].items() if passes} == ({"miniwob", "others"} if number else {""})
     for each in (whole, resumed):
         assert 1 < each["kept_tasks"] <= 15  # of open tickets: 3 groups of each of 5 updates
     closed = [resumed["figures"][f"sampler/closed_tickets/{name}"] for name in SKILL]
