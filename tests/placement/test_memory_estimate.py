@@ -153,14 +153,16 @@ def test_the_vision_tower_keeps_what_is_estimated() -> None:
 
 def test_auto_recomputes_the_least_that_leaves_a_tenth_of_a_gpu() -> None:
     description = parameter_counts.config_sections("8B")
+    longest = ["trainer.tokens_per_microbatch=16384", "rollout.max_model_len=16384", "rollout.max_new_tokens=4096"]
     for gib, overrides, chosen in (
         (113, (), "none"), (111, (), "selective"), (87, (), "selective"), (85, (), "full"), (20, (), "full"),
         (138, ("cluster.colocate=true", "rollout.kv_cache_mib=8192"), "selective"),  # beside an engine
         (20, ("trainer.recompute=none",), "none"), (300, ("trainer.recompute=full",), "full"),
     ):  # fmt: skip
-        config = parse_config("configs/8b_4node.yaml", ["trainer.recompute=auto", f"cluster.gpu_gib={gib}", *overrides])
+        settings = [*longest, f"cluster.gpu_gib={gib}", *overrides]
+        config = parse_config("configs/8b_4node.yaml", settings)
         assert choose_recompute(config, description) == chosen, (gib, overrides)
-        explicit = parse_config("configs/8b_4node.yaml", [f"cluster.gpu_gib={gib}", *overrides])
+        explicit = parse_config("configs/8b_4node.yaml", settings)
         explicit.trainer.recompute = chosen
         assert estimate_memory(config, description) == estimate_memory(explicit, description), (gib, overrides)
         config.cluster.gpus_per_node = 0

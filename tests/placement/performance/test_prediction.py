@@ -21,6 +21,10 @@ from megatron_webrl.placement.throughput import RandomWorkload, binding_limit, p
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 EIGHT = str(CONFIGS / "8b_1node.yaml")
+SLOWER = [
+    "trainer.tensor_parallel=4", "trainer.recompute=full", "trainer.tokens_per_microbatch=16384",
+    "rollout.max_model_len=16384", "rollout.max_new_tokens=4096", "trainer.optimizer.keep=device",
+]  # fmt: skip
 DESCRIPTION = parameter_counts.config_sections("8B")
 
 
@@ -58,7 +62,7 @@ def test_what_cannot_be_predicted_is_refused_in_one_line(capsys: pytest.CaptureF
         (["--search"], "--search is for --time; add --time"),
         (["--time", "model.dtype=float32"], "model.dtype=float32 has no prediction"),
         (["--time", "model.path=somewhere"], "--time: model.path=somewhere is no folder"),
-        (["--time", "--lengths", "response_tokens=20000"], "exceeds trainer.tokens_per_microbatch=16384"),
+        (["--time", "--lengths", "response_tokens=20000"], "exceeds trainer.tokens_per_microbatch=8192"),
         (["--time", "--lengths", "pages=3"], "--lengths pages=3"),
         (["--time", "--lengths", "steps_of_success=few"], "'few' is no number"),
         (["--time", "--lengths", "steps_of_failure=0.5"], "--lengths steps_of_failure=0.5: the least is 1"),
@@ -126,7 +130,7 @@ def test_the_limit_of_a_job_is_named(overrides: tuple[str, ...], limit: str) -> 
 
 
 def test_the_search_changes_what_trains_more_trajectories() -> None:
-    config, card = parse_config(EIGHT, []), CARDS["H100"]
+    config, card = parse_config(EIGHT, SLOWER), CARDS["H100"]
     first, *rest = search(config, DESCRIPTION, card, EpisodeLengths(), ("staleness", "layout"))
     assert (first.changed, first.prediction) == ({}, predict(config, DESCRIPTION, card, EpisodeLengths()))
     words = {name: value for step in rest for name, value in step.changed.items()}
@@ -136,7 +140,7 @@ def test_the_search_changes_what_trains_more_trajectories() -> None:
         "rollout.max_new_tokens", "trainer.optimizer.keep",
         "rollout.max_staleness", "rollout.stale", "trainer.loss.max_token_lag",
     }  # fmt: skip
-    best = parse_config(EIGHT, [f"{name}={value}" for name, value in words.items()])
+    best = parse_config(EIGHT, [*SLOWER, *(f"{name}={value}" for name, value in words.items())])
     check_memory(best, estimate_memory(best, DESCRIPTION))
     again = predict(best, DESCRIPTION, card, EpisodeLengths())
     assert again == rest[-1].prediction
@@ -147,7 +151,7 @@ def test_the_search_changes_what_trains_more_trajectories() -> None:
 
 
 def test_a_split_is_tried_with_layouts_of_its_own() -> None:
-    config, card = parse_config(EIGHT, []), CARDS["H100"]  # its tp 4 cannot share out 6 GPUs
+    config, card = parse_config(EIGHT, SLOWER), CARDS["H100"]  # its tp 4 cannot share out 6 GPUs
     rollout = config.rollout
     candidates = Candidates(DESCRIPTION, card, EpisodeLengths(), rollout.max_model_len, rollout.max_new_tokens)
     found = {words["cluster.engine_gpus_per_node"]: words for words in candidates.split(config)}
@@ -156,10 +160,10 @@ def test_a_split_is_tried_with_layouts_of_its_own() -> None:
 
 
 def test_the_command_shows_what_the_search_found_and_engines_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["placement", EIGHT, "--time", "--search", "layout"]) == 0
+    assert main(["placement", EIGHT, *SLOWER, "--time", "--search", "layout"]) == 0
     shown = capsys.readouterr().out
     *_, gain, settings = shown.splitlines()
-    training = predict(parse_config(EIGHT, []), DESCRIPTION, CARDS["H100"], EpisodeLengths()).training
+    training = predict(parse_config(EIGHT, SLOWER), DESCRIPTION, CARDS["H100"], EpisodeLengths()).training
     assert training is not None
     mfu = training.operations / sum(training.parts.values()) / training.ranks / 989e12
     assert f"MFU {mfu:.1%}, " in shown
