@@ -23,7 +23,7 @@ from rich.console import Console
 from megatron_webrl.config.load import parse_config, resolve_cluster_sizes, save_config
 from megatron_webrl.config.schema import Config
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.config.tasks import FileTasksConfig, MixTasksConfig
+from megatron_webrl.config.tasks import FILE_SOURCES, FileTasksConfig, MixTasksConfig
 from megatron_webrl.control.client import ControlClient
 from megatron_webrl.launch.roles import webrl_command
 from megatron_webrl.launch.run_folder import check_ended, config_path
@@ -131,7 +131,7 @@ def parse_evaluation_config(checkpoint: EvaluatedCheckpoint, arguments: Sequence
         config.tasks.train_file = ""  # not read; its machine may not have it
     elif isinstance(config.tasks, MixTasksConfig):
         config.tasks.mix = [
-            entry | {"train_file": ""} if "train_file" in entry else entry for entry in config.tasks.mix
+            entry | ({"train_file": ""} if entry["source"] in FILE_SOURCES else {}) for entry in config.tasks.mix
         ]
     config.evaluation = replace(config.evaluation, before=False, after=True, every=0)
     return config

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from rich.console import Console
 
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.track import summary
 from megatron_webrl.track.evaluations import EvaluationLog, EvaluationRequest, EvaluationResult, aggregate_results
 from tests.tools.written_runs import write_run
+from tests.waiting import started, until
 from tools.bench import experiment as runner
 from tools.bench.experiment_figures import (
     Run,
@@ -37,6 +41,21 @@ def test_the_settings_of_every_arm_are_valid_and_no_two_arms_are_the_same(name: 
 def test_the_list_of_arms_shows_settings_with_brackets(capsys: pytest.CaptureFixture[str]):
     assert runner.main(["signs", "--list"]) == 0
     assert "tasks.environments=[remember-sign-4-1-hidden]" in capsys.readouterr().out
+
+
+def test_a_preparation_ends_with_the_experiment(tmp_path: Path):
+    number = tmp_path / "pid"
+    code = f"import os,pathlib,time; pathlib.Path('{number}').write_text(str(os.getpid())); time.sleep(600)"
+    experiment = {
+        "config": "configs/quickstart.yaml", "columns": ["sampled"], "arms": {"alone": {"metric": "entropy"}},
+        "prepare": [{"creates": "{folder}/made", "command": shlex.join(["python", "-c", code])}],
+    }  # fmt: skip
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(experiment))
+    command = [sys.executable, "-m", "tools.bench.experiment", str(tmp_path / "own.yaml"), "--folder", str(tmp_path)]
+    with started(command) as process:
+        until(lambda: number.is_file() and number.read_text(), "the preparation", 120)
+        process.kill()
+    until(lambda: not Path(f"/proc/{number.read_text()}").exists(), "its end", 30)
 
 
 def update(version: int, success: float, seconds: float = 10.0) -> dict[str, Any]:

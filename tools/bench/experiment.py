@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from megatron_webrl.config.setting import ConfigError
+from megatron_webrl.control.child_process import die_with_parent
 from megatron_webrl.track import summary
 from megatron_webrl.util import atomic_file
 from tools.arguments import bounded_number, make_bench_parser, write_json
@@ -147,11 +150,12 @@ class Jobs:
                 continue
             command = f"{each.command} {each.quick if self.quick else ''}"
             words = shlex.split(self._in_folder(command.replace("{config}", str(self.config))))
-            self.console.print(shlex.join(words), soft_wrap=True, highlight=False)
+            self.console.print(shlex.join(words), soft_wrap=True, highlight=False, markup=False)
             words = [sys.executable, *words[1:]] if words[0] == "python" else words
             done = subprocess.run(
-                words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=PREPARE_SECONDS, check=False
-            )
+                words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=PREPARE_SECONDS,
+                check=False, preexec_fn=partial(die_with_parent, signal.SIGTERM, os.getpid()),
+            )  # fmt: skip
             if done.returncode:
                 raise RuntimeError(f"exit code {done.returncode}:\n" + "\n".join(done.stdout.splitlines()[-15:]))
 
