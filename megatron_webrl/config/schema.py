@@ -25,7 +25,6 @@ from megatron_webrl.config.tasks import (
     SOURCES,
     FileTasksConfig,
     LatencyConfig,
-    MixTasksConfig,
     TasksConfig,
     check_names,
     task_parts,
@@ -417,7 +416,7 @@ def _check_evaluation(config: Config) -> None:
         )
     for part in task_parts(tasks).values():
         _check_task_files(part, evaluation)
-    for name, evaluators in tasks.evaluators.items() if isinstance(tasks, MixTasksConfig) else ():
+    for name, evaluators in tasks.evaluators.items():
         where = f"tasks.mix: the evaluators of {name}"
         check_names(where, dict.fromkeys(evaluators), config.judge.evaluators, "judge.evaluators")
 

@@ -143,6 +143,11 @@ class TasksConfig:
         """Whether tasks.source is an import path, such as my_package.my_source:Source."""
         return is_import_path(self.source)
 
+    @property
+    def evaluators(self) -> dict[str, list[str]]:
+        """Those of judge.evaluators that decide the episodes of a source of tasks.mix, by its name; else all do."""
+        return {}
+
     def check(self) -> None:
         for key in ("max_steps_by_difficulty", "evaluation_max_steps_by_difficulty"):
             limits = getattr(self, key)
@@ -231,7 +236,6 @@ class MixTasksConfig(TasksConfig):
 
     @property
     def evaluators(self) -> dict[str, list[str]]:
-        """Those of each source that names some, by its name."""
         return {part.name: part.evaluators for part in self.parts if part.evaluators}
 
     def check(self) -> None:

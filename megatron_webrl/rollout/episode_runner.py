@@ -16,7 +16,6 @@ from megatron_webrl.browser.server.protocol import SessionSpec
 from megatron_webrl.config.import_path import find_function
 from megatron_webrl.config.loss import RewardConfig
 from megatron_webrl.config.schema import Config
-from megatron_webrl.config.tasks import MixTasksConfig
 from megatron_webrl.control.client import TicketClaim
 from megatron_webrl.judge.budget import UsageMeter
 from megatron_webrl.judge.evaluation import EpisodeEvaluator, open_evaluator, with_verdict
@@ -103,13 +102,12 @@ class EpisodeRunner:
 
         If it `trains`, also the teacher, if there is one. `meter` counts the use of judge models.
         """
-        rollout, source, tasks = config.rollout, make_source(config.tasks), config.tasks
-        evaluators = tasks.evaluators if isinstance(tasks, MixTasksConfig) else {}
+        rollout, source = config.rollout, make_source(config.tasks)
         lockstep = Lockstep(rollout.operation_timeout_seconds) if rollout.stepping == "lockstep" else None
         try:
             async with (
                 open_browsers(config, config.sessions_per_worker, name) as browsers,
-                open_evaluator(config.judge, meter, evaluators) as evaluator,
+                open_evaluator(config.judge, meter, config.tasks.evaluators) as evaluator,
                 _open_teacher(config, processor, trains) as teacher,
             ):
                 agent = agent_class(rollout.agent)(browsers, processor, Toolset.from_config(config.browser), lockstep)

@@ -24,13 +24,13 @@ def evaluation_task_indices(config: Config) -> range:
     wanted = skip, skip + episodes if episodes else 0  # episodes before the first index, and before the end
     start = end = 0
     for name, tasks in task_parts(config.tasks).items():
-        each = _held_out_tasks(tasks, 1, *wanted)
-        if name and each[2] < each[0] * wanted[1]:
+        of_one, before, all_of_it = _held_out_tasks(tasks, 1, *wanted)
+        if name and all_of_it < of_one * wanted[1]:
             raise ConfigError(
-                f"evaluation.skip + evaluation.episodes is {wanted[1]}, but {name} of tasks.mix has {each[2]} held-out "
-                "tasks; lower these"
+                f"evaluation.skip + evaluation.episodes is {wanted[1]}, but {name} of tasks.mix has {all_of_it} "
+                "held-out tasks; lower these"
             )
-        start, end = start + each[1], end + each[2]
+        start, end = start + before, end + all_of_it
     indices = range(start if skip else 0, end)
     if skip and not indices:
         raise ConfigError(f"evaluation.skip={skip} leaves none of the {end} held-out tasks; lower it")

@@ -34,11 +34,11 @@ def make_source(tasks: TasksConfig) -> TaskSource | TaskMix:
     """Start the configured source, or all of a mix; the caller closes it. Raises ConfigError."""
     if isinstance(tasks, MixTasksConfig):
         parts = tasks.parts
-        return TaskMix({part.name: make_one_source(part.tasks) for part in parts}, [part.weight for part in parts])
-    return make_one_source(tasks)
+        return TaskMix({part.name: _make_one_source(part.tasks) for part in parts}, [part.weight for part in parts])
+    return _make_one_source(tasks)
 
 
-def make_one_source(tasks: TasksConfig) -> TaskSource:
+def _make_one_source(tasks: TasksConfig) -> TaskSource:
     """Start a source other than a mix; the caller closes it. Raises ConfigError."""
     if isinstance(tasks, PageTasksConfig):
         return LOCAL_SOURCES[tasks.source](tasks.environments, tasks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,7 @@ def test_a_preparation_ends_with_the_experiment(tmp_path: Path):
     with started(command) as process:
         until(lambda: number.is_file() and number.read_text(), "the preparation", 120)
         process.kill()
+        assert process.wait() == -signal.SIGKILL
     until(lambda: not Path(f"/proc/{number.read_text()}").exists(), "its end", 30)
 
 

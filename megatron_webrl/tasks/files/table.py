@@ -146,11 +146,12 @@ def difference_between_nodes(trainers: Mapping[str, Any], files: Mapping[str, Fi
 def difference_from_checkpoint(saved: Mapping[str, Any] | None, files: Mapping[str, FileDigest]) -> str | None:
     """What is wrong if a training file has other rows than that of a checkpoint, whose `task_sampler` is `saved`."""
     for setting, before in (saved or {}).get("files", {}).items():
-        path, digest = files.get(setting, FileDigest(*before))
-        if setting.endswith(".train_file") and (trained := FileDigest(*before).digest) != digest:
+        trained = FileDigest(*before)
+        path, digest = files.get(setting, trained)
+        if setting.endswith(".train_file") and trained.digest != digest:
             return (
-                f"{setting}={path} has the digest {digest}, but the run was trained on a file of the digest {trained}, "
-                "whose rows its tickets draw; restore that file, or start a new run with another run.name and the "
-                "weights of this one (model.checkpoint)"
+                f"{setting}={path} has the digest {digest}, but the run was trained on a file of the digest "
+                f"{trained.digest}, whose rows its tickets draw; restore that file, or start a new run with another "
+                "run.name and the weights of this one (model.checkpoint)"
             )
     return None

@@ -113,7 +113,7 @@ class TaskSampler:
             metrics |= self._draw_metrics(name, part)
             limit = growing_limit(part.growing_steps, self.knowledge.version)
             if limit is not None:
-                metrics["/".join(filter(None, ("sampler/step_limit", name)))] = float(limit)
+                metrics[f"sampler/step_limit{_below(name)}"] = float(limit)
         return metrics
 
     def _draw_metrics(self, name: str, part: TasksConfig) -> dict[str, float]:
@@ -122,9 +122,7 @@ class TaskSampler:
             return {}
         if not isinstance(part, PageTasksConfig):
             units: Sequence[str] = DIFFICULTIES if part.sampler.per == "difficulty" else ()
-            return {
-                "/".join(filter(None, ("sampler/pass_rate", name, unit))): self.pass_rate(unit, name) for unit in units
-            }
+            return {f"sampler/pass_rate{_below(name)}/{unit}": self.pass_rate(unit, name) for unit in units}
         metrics = {}
         source = self._source.sources[name] if isinstance(self._source, TaskMix) else self._source
         assert isinstance(source, LocalTaskSource)
@@ -147,6 +145,11 @@ class TaskSampler:
 
     def close(self) -> None:
         self._source.close()
+
+
+def _below(name: str) -> str:
+    """What follows the name of a metric for a source of tasks.mix."""
+    return f"/{name}" if name else ""
 
 
 def _initial(part: TasksConfig) -> float:
