@@ -12,15 +12,16 @@ from functools import partial
 from typing import Any, TypeVar
 
 from megatron_webrl.browser.chromium import Chromium, find_chromium, launch_arguments
-from megatron_webrl.browser.egress.egress_policy import declared_endpoints
+from megatron_webrl.browser.egress.egress_policy import NetworkAccess, declared_endpoints
 from megatron_webrl.browser.egress.egress_proxy import REPLAY_KEY_DIGEST, EgressProxy
 from megatron_webrl.browser.egress.har import check_har_settings
 from megatron_webrl.browser.errors import BrowserCrashed, BrowserError, BrowserTimeout, PageCrashed
 from megatron_webrl.browser.isolation import Isolation
-from megatron_webrl.browser.session import Session
+from megatron_webrl.browser.session import Session, context_options
 from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.control import child_process
 from megatron_webrl.types import Observation, Task, TaskSite
+from megatron_webrl.util.network import start_relay
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -60,6 +61,7 @@ class BrowserInstance:
     sessions: set[Session] = field(default_factory=set)  # in use
     draining: bool = False
     failed: bool = False
+    relay: asyncio.Server | None = None  # to its CDP port, out of its network
 
 
 class BrowserPool:
@@ -82,7 +84,7 @@ class BrowserPool:
         self.egress_proxy = EgressProxy(settings)
         self._isolation = Isolation.from_config(settings)
         self._declared = {name: declared_endpoints(site.origins, site.addresses) for name, site in sites.items()}
-        self._count = -(-sessions // SESSIONS_PER_BROWSER)
+        self._count = 0 if settings.cdp else -(-sessions // SESSIONS_PER_BROWSER)
         self._serving: list[BrowserInstance] = []
         self._draining: set[BrowserInstance] = set()  # each ends with its last session
         self._cached: dict[Session, BrowserInstance] = {}  # idle, for a later episode in the same page; oldest first
@@ -171,6 +173,8 @@ class BrowserPool:
 
     async def health_problem(self) -> str | None:
         """Why no browser answers within ANSWER_SECONDS; None if one does. One that does not is replaced."""
+        if self._settings.cdp:
+            return None  # each episode starts its own
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 return None if await self._check(await self._least_loaded()) else "Chromium does not answer"
@@ -225,42 +229,68 @@ class BrowserPool:
         crashed = isinstance(error, BrowserError) and not browser.chromium.alive
         return crashed or isinstance(error, BrowserCrashed | PageCrashed)
 
-    async def _prepare(self, browser: BrowserInstance) -> Session:
-        """Prepare a session and take it into use. Raises BrowserError."""
-        browser.load += 1
+    async def _open_network(self) -> NetworkAccess:
+        listener = self._isolation.listen() if self._isolation is not None else None
+        return await self.egress_proxy.open_port({}, listener)
+
+    async def _prepare(self, browser: BrowserInstance | None) -> tuple[BrowserInstance, Session]:
+        """Prepare a session, of its own browser without one, and take it into use. Raises BrowserError."""
         network = None
+        if browser is not None:
+            browser.load += 1
         try:
-            listener = self._isolation.listen() if self._isolation is not None else None
-            network = await self.egress_proxy.open_port({}, listener)
+            network = await self._open_network()
+            if browser is None:
+                browser = await self._start_browser(network)
+                browser.load, browser.draining = 1, True
+                self._draining.add(browser)
+            chromium = browser.chromium
             session = await Session.prepare(
-                browser.chromium.browser, self._settings, self._sites, self._declared, self._step_seconds, network
-            )
+                chromium.browser, self._settings, self._sites, self._declared, self._step_seconds, network,
+                chromium.context,
+            )  # fmt: skip
         except BaseException:
-            browser.load -= 1
-            self._close_if_drained(browser)
+            if browser is not None:
+                browser.load -= 1
+                self._close_if_drained(browser)
             if network is not None:
                 await network.close()
             raise
+        if chromium.context is not None:
+            session.cdp_address = f"http://127.0.0.1:{await self._reachable_port(browser)}"
         browser.sessions.add(session)
-        return session
+        return browser, session
+
+    async def _reachable_port(self, browser: BrowserInstance) -> int:
+        """The port of this machine's network at which a browser is controlled over CDP."""
+        port = browser.chromium.cdp_port
+        if self._isolation is None or (namespace := self._isolation.namespace) is None:
+            return port
+
+        async def connect() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+            return await asyncio.open_connection(sock=await asyncio.to_thread(namespace.connect, port))
+
+        browser.relay = await start_relay(socket.create_server(("127.0.0.1", 0)), connect)
+        return int(browser.relay.sockets[0].getsockname()[1])
 
     async def _acquire(self) -> tuple[BrowserInstance, Session]:
         attempts = 0
         while True:
-            browser = await self._least_loaded()
+            shared = None if self._settings.cdp else await self._least_loaded()
             attempts += 1
-            opening = self._run_in_background(self._prepare(browser))
+            opening = self._run_in_background(self._prepare(shared))
             try:
-                session = await asyncio.shield(opening)
+                browser, session = await asyncio.shield(opening)
             except BrowserError as error:
-                await self._replace_stuck(browser, str(error))
+                if shared is not None:
+                    await self._replace_stuck(shared, str(error))
                 if attempts == SESSION_ATTEMPTS:
                     raise
                 self.counters.retries += 1
                 log.warning("%s; trying again", error)
                 continue
             except asyncio.CancelledError:
-                self._run_in_background(self._discard(browser, opening))
+                self._run_in_background(self._discard(opening))
                 raise
             session.lost.add_done_callback(partial(self._on_lost, browser, session))
             self.counters.sessions += 1
@@ -279,20 +309,27 @@ class BrowserPool:
                 raise failures[0]
         return min(self._serving, key=lambda browser: browser.load)
 
-    async def _discard(self, browser: BrowserInstance, opening: asyncio.Task[Session]) -> None:
+    async def _discard(self, opening: asyncio.Task[tuple[BrowserInstance, Session]]) -> None:
         """Release a session whose caller was cancelled while it was prepared."""
         with suppress(BrowserError):
-            await self._release(browser, await opening)
+            await self._release(*await opening)
 
     def _start_release(self, browser: BrowserInstance, session: Session) -> None:
         self._run_in_background(self._release(browser, session))  # takes time; no caller waits
 
     async def _release(self, browser: BrowserInstance, session: Session) -> None:
         browser.sessions.discard(session)
+        ends = browser.chromium.context is not None and browser in self._draining  # with its only context
+        if ends:
+            self._draining.discard(browser)
         try:
             closed = await session.close()
         finally:
             browser.load -= 1
+            if ends:
+                if browser.relay is not None:
+                    browser.relay.close()
+                await browser.chromium.close()
         if not closed:  # its renderers end only with the browser
             await self._replace_stuck(browser, "a context did not close")
         if session.recording_saved is not None:
@@ -334,21 +371,27 @@ class BrowserPool:
             task.add_done_callback(_log_failure)
 
     async def _launch(self) -> None:
-        """Launch a browser. Raises BrowserCrashed."""
+        """Launch a browser for many episodes. Raises BrowserCrashed."""
+        self._serving.append(await self._start_browser())
+
+    async def _start_browser(self, network: NetworkAccess | None = None) -> BrowserInstance:
+        """Launch a browser, for one episode if it has a `network`. Raises BrowserCrashed."""
         assert self._closed_port is not None, "start() must come before session()"
+        proxy_port = self._closed_port.getsockname()[1] if network is None else network.port
         arguments = launch_arguments(
-            self._closed_port.getsockname()[1], still_images=bool(self._settings.record or self._settings.replay),
+            proxy_port, still_images=bool(self._settings.record or self._settings.replay),
             trusted_key=REPLAY_KEY_DIGEST if self._settings.replay else "",
         )  # fmt: skip
+        only_context = None if network is None else context_options(self._settings, network)
         self.counters.launches += 1
         try:
-            chromium = await Chromium.launch(self._executable, arguments, PAGE_MIB, self._isolation)
+            chromium = await Chromium.launch(self._executable, arguments, PAGE_MIB, self._isolation, only_context)
         except BrowserCrashed:
             self.counters.failed_launches += 1
             raise
         browser = BrowserInstance(chromium)
-        self._serving.append(browser)
         chromium.on_exit(partial(self._on_exit, browser))
+        return browser
 
     # Replacement
 

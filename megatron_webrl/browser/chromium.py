@@ -8,15 +8,16 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
 from pathlib import Path
+from typing import Any
 
 import psutil
 from playwright._impl import transport
 from playwright._impl._driver import get_driver_env
-from playwright.async_api import Browser, CDPSession, Playwright, ProxySettings, async_playwright
+from playwright.async_api import Browser, BrowserContext, CDPSession, Playwright, ProxySettings, async_playwright
 from playwright.async_api import Error as PlaywrightError
 
 from megatron_webrl.browser.errors import BrowserCrashed, BrowserMissing
@@ -105,19 +106,20 @@ def _playwright_build(folder: Path) -> str | None:
     return None
 
 
-def launch_arguments(closed_port: int, still_images: bool = False, trusted_key: str = "") -> list[str]:
+def launch_arguments(proxy_port: int, still_images: bool = False, trusted_key: str = "") -> list[str]:
     """Launch arguments for a small machine or a container, with the network blocked.
 
-    Each context reaches the network through its `proxy_settings` only; traffic outside any context goes to a proxy at
-    the local port `closed_port`, where nothing listens. Chromium itself resolves no names. With `still_images` animated
-    images do not move. Certificates with `trusted_key`, a digest, are valid for all hosts.
+    Each context reaches the network through its `proxy_settings` only, traffic outside any context through a proxy at
+    the local port `proxy_port`: nothing listens there, unless the browser has one context only. Chromium itself
+    resolves no names. With `still_images` animated images do not move. Certificates with `trusted_key`, a digest, are
+    valid for all hosts.
     """
     return [
         *_ARGUMENTS,
         *([_STILL_IMAGES] if still_images else []),
         *([f"--ignore-certificate-errors-spki-list={trusted_key}"] if trusted_key else []),
         "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
-        f"--proxy-server=http://127.0.0.1:{closed_port}",
+        f"--proxy-server=http://127.0.0.1:{proxy_port}",
         "--proxy-bypass-list=<-loopback>",
     ]
 
@@ -195,6 +197,8 @@ class Chromium:
     ) -> None:
         """`pid` of the browser process; `folder` of the driver; `home` of the browser, if it runs isolated."""
         self.browser, self.pid = browser, pid
+        self.context: BrowserContext | None = None  # the only one, of a Chromium for one episode
+        self.cdp_port = 0  # at which that one is controlled
         self.resident_mib = 0.0  # at the latest measurement, driver included
         self._launched_mib = 0.0  # after the launch
         self._playwright, self._control, self._folder, self._home = playwright, control, folder, home
@@ -206,10 +210,12 @@ class Chromium:
 
     @classmethod
     async def launch(
-        cls, executable: str, arguments: list[str], page_mib: int, isolation: Isolation | None = None
-    ) -> Chromium:
+        cls, executable: str, arguments: list[str], page_mib: int, isolation: Isolation | None = None,
+        only_context: Mapping[str, Any] | None = None,
+    ) -> Chromium:  # fmt: skip
         """Start both within START_SECONDS; each renderer may use `page_mib` MiB. Raises BrowserCrashed.
 
+        `only_context`: options of its only context, for one episode; other programs can control it at `cdp_port`.
         Cancellation leaves nothing behind.
         """
         started, playwright = time.monotonic(), None
@@ -218,17 +224,31 @@ class Chromium:
         try:
             async with asyncio.timeout(START_SECONDS):
                 playwright = await _start_playwright(folder)
-                browser = await playwright.chromium.launch(
-                    executable_path=executable if home is None else home / "chromium",
-                    args=arguments,
-                    chromium_sandbox=use_sandbox() or isolation is not None,
-                    handle_sigint=False, handle_sigterm=False, handle_sighup=False,  # this process closes it
-                    timeout=START_SECONDS * 1000,
-                )  # fmt: skip
+                options: dict[str, Any] = {
+                    "executable_path": executable if home is None else home / "chromium",
+                    "args": arguments,
+                    "chromium_sandbox": use_sandbox() or isolation is not None,
+                    "handle_sigint": False, "handle_sigterm": False, "handle_sighup": False,  # this process closes it
+                    "timeout": START_SECONDS * 1000,
+                }  # fmt: skip
+                context = None
+                if only_context is None:
+                    browser = await playwright.chromium.launch(**options)
+                else:
+                    options["args"] = [*arguments, "--remote-debugging-port=0"]
+                    context = await playwright.chromium.launch_persistent_context(
+                        folder / "profile", **options, **only_context
+                    )
+                    assert context.browser is not None
+                    browser = context.browser
                 control = await browser.new_browser_cdp_session()
                 processes = (await control.send("SystemInfo.getProcessInfo"))["processInfo"]
                 pid = next(int(process["id"]) for process in processes if process["type"] == "browser")
                 chromium = cls(playwright, browser, control, pid, folder, home)
+                if context is not None:
+                    profile = (folder if home is None else home) / "profile"
+                    chromium.context = context
+                    chromium.cdp_port = int((profile / "DevToolsActivePort").read_text().split()[0])
                 await asyncio.to_thread(limit_page_memory, chromium.pid, page_mib)
                 await asyncio.to_thread(chromium.measure_memory)
                 chromium._launched_mib = chromium.resident_mib

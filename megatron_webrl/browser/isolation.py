@@ -8,14 +8,12 @@ import pwd
 import shlex
 import shutil
 import socket
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.control import child_process
-from megatron_webrl.util.network import leave_network
+from megatron_webrl.util.network import NetworkNamespace
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +34,7 @@ exec {command} "$@"
 class Isolation:
     """A user and a network namespace for the browsers of a pool.
 
-    The namespace belongs to a thread of this process, whose sockets listen within it: browsers reach the ports that
-    `listen` returns, and nothing else that is on this machine or beyond.
+    Browsers reach the ports that `listen` returns, and nothing else that is on this machine or beyond.
     """
 
     def __init__(self, user: str) -> None:
@@ -49,10 +46,9 @@ class Isolation:
             raise ConfigError(
                 f"browser.user={user} needs the programs {', '.join(missing)}; install Debian's util-linux"
             )
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="browser-network")
-        self.namespace: str | None = None  # its file in /proc
+        self.namespace: NetworkNamespace | None = None
         try:
-            self.namespace = self._thread.submit(_enter_namespace).result()
+            self.namespace = NetworkNamespace("browser-network")
         except OSError as error:
             log.warning("browsers run as %s, but in this machine's own network: %s", user, error)
 
@@ -63,7 +59,7 @@ class Isolation:
 
     def listen(self) -> socket.socket:
         """A socket that listens at a loopback address of the browsers' network."""
-        return self._thread.submit(socket.create_server, ("127.0.0.1", 0)).result()
+        return socket.create_server(("127.0.0.1", 0)) if self.namespace is None else self.namespace.listen()
 
     def make_home(self, executable: str) -> Path:
         """Make a folder with a `chromium` that starts `executable` isolated; remove it after its end."""
@@ -72,7 +68,7 @@ class Isolation:
         profile = home / "profile"
         profile.mkdir(mode=0o700)
         os.chown(profile, self._uid, self._gid)
-        command = ["nsenter", f"--net={self.namespace}"] if self.namespace is not None else []
+        command = ["nsenter", f"--net={self.namespace.path}"] if self.namespace is not None else []
         command += ["setpriv", f"--reuid={self._uid}", f"--regid={self._gid}", "--clear-groups", "--inh-caps=-all"]
         command += ["--no-new-privs", "env", f"HOME={profile}", f"TMPDIR={profile}", executable]
         script = home / "chromium"
@@ -81,8 +77,8 @@ class Isolation:
         return home
 
     def close(self) -> None:
-        """Leave the namespace, which ends with its last process and socket."""
-        self._thread.shutdown()
+        if self.namespace is not None:
+            self.namespace.close()
 
 
 def _find_user(user: str) -> pwd.struct_passwd:
@@ -93,8 +89,3 @@ def _find_user(user: str) -> pwd.struct_passwd:
     if entry.pw_uid == 0:
         raise ConfigError(f"browser.user={user} is root under another name; write browser.user=root")
     return entry
-
-
-def _enter_namespace() -> str:
-    leave_network()
-    return f"/proc/{os.getpid()}/task/{threading.get_native_id()}/ns/net"

@@ -35,6 +35,18 @@ ERROR_GRACE_SECONDS = 1.0  # for the reason of a failure to arrive
 T = TypeVar("T")
 
 
+def context_options(settings: BrowserConfig, network: NetworkAccess) -> dict[str, Any]:
+    """Playwright's options of a context whose only way out is `network`."""
+    return {
+        "viewport": {"width": settings.width, "height": settings.height},
+        "device_scale_factor": 1,
+        "service_workers": "block",
+        "accept_downloads": False,
+        "proxy": proxy_settings(network.port),
+        "reduced_motion": "reduce" if settings.record or settings.replay else None,
+    }
+
+
 class Session:
     """One browser context: prepare -> reset -> step, step, ... -> close. The pool prepares and closes it.
 
@@ -56,7 +68,8 @@ class Session:
         self._completed = True  # the last operation was not interrupted
         # Done, with the reason, once the session is unusable.
         self.lost: asyncio.Future[BrowserError] = asyncio.get_running_loop().create_future()
-        limit = MAX_TABS if "switch_tab" in settings.actions else 1
+        self.cdp_address: str | None = None  # http://host:port, at which other programs can control the browser
+        limit = MAX_TABS if settings.cdp or "switch_tab" in settings.actions else 1
         self._tabs = Tabs(context, self._messages, limit, self.mark_lost)
         self._executor = ActionExecutor(self._tabs, settings, self._messages, network)
         self._observer = PageObserver(self._tabs, settings, self._messages, network)
@@ -82,18 +95,16 @@ class Session:
     async def prepare(
         cls, browser: Browser, settings: BrowserConfig, sites: Mapping[str, TaskSite],
         declared: Mapping[str, Mapping[Endpoint, Endpoint]], step_seconds: float, network: NetworkAccess,
+        context: BrowserContext | None = None,
     ) -> Session:  # fmt: skip
-        """Open a context with an empty page; `close` closes `network`, its only way out. Raises BrowserError."""
+        """Open a context with an empty page; `close` closes `network`, its only way out. Raises BrowserError.
+
+        `context`: the only one of a browser, with `context_options`; it is taken instead.
+        """
         try:
             async with asyncio.timeout(step_seconds):
-                context = await browser.new_context(
-                    viewport={"width": settings.width, "height": settings.height},
-                    device_scale_factor=1,
-                    service_workers="block",
-                    accept_downloads=False,
-                    proxy=proxy_settings(network.port),
-                    reduced_motion="reduce" if settings.record or settings.replay else None,
-                )
+                if context is None:
+                    context = await browser.new_context(**context_options(settings, network))
                 await context.add_init_script(settle.DISABLE_CARET_BLINK)
                 await context.grant_permissions([])  # denies all permissions without a prompt
                 session = cls(context, settings, sites, declared, step_seconds, network)

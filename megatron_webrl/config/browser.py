@@ -14,7 +14,7 @@ from megatron_webrl.types import OPTIONAL_ACTION_KINDS, TAB_ACTION_KINDS
 # Settings that only the process with the browsers reads.
 BROWSER_SERVER_SETTINGS = (
     "processes", "executable", "user", "reuse_pages", "open_web", "allow", "deny", "ports", "max_requests",
-    "max_network_mib", "record", "replay", "replay_ignore"
+    "max_network_mib", "record", "replay", "replay_ignore", "cdp"
 )  # fmt: skip
 DENIED_PLACES = "write hosts such as example.com or *.example.com, addresses, or networks such as 10.0.0.0/8"
 
@@ -75,6 +75,12 @@ class BrowserConfig:
         low=0,
     )
 
+    cdp: bool = setting(
+        False,
+        "Give each episode a Chromium of its own, which a program on this machine can control over the Chrome DevTools "
+        "Protocol, as agents of others do (docs/harness.md).",
+    )
+
     def check(self) -> None:
         for name in self.actions:
             if name not in OPTIONAL_ACTION_KINDS:
@@ -93,6 +99,13 @@ class BrowserConfig:
             raise ConfigError(
                 f"browser.reuse_pages={self.reuse_pages}, but with browser.{name} no page serves twice; set it to 0"
             )
+        if self.cdp:
+            for name in ("reuse_pages", "record", "replay"):
+                if value := getattr(self, name):
+                    raise ConfigError(
+                        f"browser.{name}={value}, but with browser.cdp each episode has a Chromium of its own, which "
+                        "another program controls; leave it out"
+                    )
         if self.servers:
             self._check_servers()
         if self.executable and not shutil.which(self.executable):

@@ -13,6 +13,9 @@ import ipaddress
 import os
 import socket
 import struct
+import threading
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +60,68 @@ def leave_network() -> None:
         Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         fcntl.ioctl(control, _SIOCSIFFLAGS, struct.pack("16sh", b"lo", _IFF_UP))
+
+
+class NetworkNamespace:
+    """A network of its own, with a loopback interface and nothing else.
+
+    It belongs to a thread of this process, whose sockets are in it; other processes enter it by `path`.
+    """
+
+    def __init__(self, name: str) -> None:
+        """`name` of the thread. Raises OSError where the system does not permit it."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
+        try:
+            self.path: str = self._thread.submit(_enter_namespace).result()  # its file in /proc
+        except OSError:
+            self.close()
+            raise
+
+    def listen(self) -> socket.socket:
+        """A socket that listens at a loopback address of this network."""
+        return self._thread.submit(socket.create_server, ("127.0.0.1", 0)).result()
+
+    def connect(self, port: int) -> socket.socket:
+        """A connection to a loopback port of this network. Raises OSError."""
+        return self._thread.submit(socket.create_connection, ("127.0.0.1", port), LOOKUP_SECONDS).result()
+
+    def close(self) -> None:
+        """Leave the namespace, which ends with its last process and socket."""
+        self._thread.shutdown()
+
+
+def _enter_namespace() -> str:
+    leave_network()
+    return f"/proc/{os.getpid()}/task/{threading.get_native_id()}/ns/net"
+
+
+async def start_relay(
+    listener: socket.socket, connect: Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
+) -> asyncio.Server:
+    """Relay every connection to `listener` to one that `connect` opens, until either end closes."""
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while piece := await reader.read(2**16):
+            writer.write(piece)
+            await writer.drain()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers, pumps = [writer], list[asyncio.Task[None]]()
+        try:
+            far_reader, far_writer = await connect()
+            writers.append(far_writer)
+            pumps = [asyncio.create_task(pump(reader, far_writer)), asyncio.create_task(pump(far_reader, writer))]
+            await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+        except OSError:
+            pass  # the other side is gone
+        finally:
+            for task in pumps:
+                task.cancel()
+            await asyncio.gather(*pumps, return_exceptions=True)
+            for each in writers:
+                each.transport.abort()
+
+    return await asyncio.start_server(serve, sock=listener)
 
 
 def use_own_threads() -> None:

@@ -215,8 +215,9 @@ class Tabs:
         context.on("dialog", self._on_dialog)
 
     async def start(self) -> None:
-        """Open the first tab and subscribe to new ones. Raises PlaywrightError."""
-        self.active = await self._add(await self._context.new_page())
+        """Open the first tab, unless the context has one, and subscribe to new ones. Raises PlaywrightError."""
+        pages = self._context.pages
+        self.active = await self._add(pages[0] if pages else await self._context.new_page())
         self._context.on("page", self._on_page)
 
     async def wait_for_new_tabs(self) -> None:

@@ -82,6 +82,7 @@ class LeaseSession:
             state=self.state, seconds_left=round(self.seconds_left, 3), owner=self.owner, task=self.task,
             url=seen.url if seen else None, title=seen.title if seen else None, steps=self.steps, outcome=self.outcome,
             refused_requests={} if self._session is None else dict(self._session.network.refused),
+            cdp_address=None if self._session is None else self._session.cdp_address,
         )  # fmt: skip
 
     async def reset(self, task: Task) -> Observation:

@@ -128,6 +128,9 @@ class LeaseState:
     steps: int = 0
     outcome: str | None = None  # name of the browser failure, if there was one
     refused_requests: dict[str, int] = field(default_factory=dict)  # requests of the episode's pages, by reason
+    cdp_address: str | None = (
+        None  # with browser.cdp: http://host:port of the episode's Chromium, on the server's machine
+    )
 
 
 @dataclass(frozen=True)
