@@ -310,6 +310,7 @@ class Trajectory:
     discarded_tokens: int = 0  # response tokens of the earlier tries
     end_reason: str = ""  # how the episode ended: judge.outcome names the regular ends; else the reason of its mask
     page_reward: float | None = None  # the page's, if it gave one
+    browser_images: tuple[int, ...] | None = None  # indices of the images that show the browser; None: all of them do
     verdict: Verdict | None = None  # None: the episode has not been evaluated
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,10 +67,40 @@ class ContextConfig:
 class AgentConfig:
     name: str = setting(
         "tool_calls",
-        "tool_calls: each response is one call of the tool; or the import path of an agent (docs/extending.md).",
-        choices=("tool_calls",),
+        "tool_calls: each response is one call of the tool; harness: a program that acts in the browser by itself and "
+        "has the policy as its model (docs/harness.md); or the import path of an agent (docs/extending.md).",
+        choices=("tool_calls", "harness"),
         own=True,
     )
+
+
+@dataclass
+class HarnessConfig(AgentConfig):
+    """A program that acts in a browser of its own, with the policy as its model."""
+
+    command: list[str] = setting(
+        [],
+        "The program with its arguments, started for each episode; or only the import path of a Python function.",
+        own=True,
+    )
+    max_calls: int = setting(
+        0, "Calls of the model in one episode, which ends after them; 0: as many as the task has steps.", low=0
+    )
+    max_parallel_calls: int = setting(8, "Calls of the model at a time; an episode that makes more is masked.", low=1)
+
+    @property
+    def function(self) -> str:
+        """The import path of a function; empty for a program."""
+        return self.command[0] if len(self.command) == 1 and is_import_path(self.command[0]) else ""
+
+    def check(self) -> None:
+        if not self.command:
+            raise ConfigError("rollout.agent.command is empty; name the program of the harness")
+        if not self.function and not shutil.which(self.command[0]):
+            raise ConfigError(
+                f"rollout.agent.command={self.command[0]} is neither a program of this machine nor an import path such "
+                "as my_package.my_module:name"
+            )
 
 
 @dataclass
@@ -149,7 +180,7 @@ class RolloutConfig:
     )
     episode_timeout_seconds: float = setting(2700.0, "Limit of one episode.", above=0)
     context: ContextConfig = field(default_factory=ContextConfig)
-    agent: AgentConfig = variants("name", {"tool_calls": AgentConfig}, OwnAgentConfig)
+    agent: AgentConfig = variants("name", {"tool_calls": AgentConfig, "harness": HarnessConfig}, OwnAgentConfig)
 
     @property
     def has_fp8_cache(self) -> bool:

@@ -11,7 +11,7 @@ from megatron_webrl.config.cluster import ClusterConfig
 from megatron_webrl.config.engine_options import check_engine_options
 from megatron_webrl.config.judge import PROTOCOLS, JudgeConfig, OwnProtocolConfig
 from megatron_webrl.config.loss import BaselineLossConfig, OffPolicyLossConfig
-from megatron_webrl.config.rollout import COMPACT_FORMATS, RolloutConfig
+from megatron_webrl.config.rollout import COMPACT_FORMATS, HarnessConfig, RolloutConfig
 from megatron_webrl.config.setting import (
     ConfigError,
     check_sections,
@@ -400,6 +400,17 @@ def _check_browser(config: Config) -> None:
             f"trainer.warm_start.demonstrations={config.trainer.warm_start.demonstrations}, but scripts act by "
             "coordinates; set demonstrations to 0, or browser.marks=false"
         )
+    if isinstance(config.rollout.agent, HarnessConfig):
+        for key, value, needed in (
+            ("browser.cdp", browser.cdp, True), ("browser.servers", browser.servers, ""),
+            ("rollout.stepping", config.rollout.stepping, "free"),
+        ):  # fmt: skip
+            if value != needed:
+                shown = str(needed).lower() if isinstance(needed, bool) else needed or "empty"
+                raise ConfigError(
+                    f"rollout.agent.name=harness needs {key}={shown}: the program controls a browser on this machine, "
+                    "at its own pace"
+                )
     for name, usual in (("latency", LatencyConfig()), ("offline_websites", False)):
         if browser.servers and getattr(tasks, name) != usual:
             raise ConfigError(

@@ -185,8 +185,8 @@ class EpisodeView:
             ),
             actions="\n".join(_actions(trajectory)),
             trajectory=_with_reasoning(trajectory, _actions(trajectory)),
-            pages=_pages(trajectory),
-            screenshots=_distinct([bytes(image) for image in trajectory.images]),
+            pages=_pages(trajectory) if trajectory.browser_images is None else "",
+            screenshots=_distinct([bytes(image) for image in _screenshots(trajectory)]),
         )
 
     def evenly_sampled(self, count: int) -> tuple[Screenshot, ...]:
@@ -195,6 +195,11 @@ class EpisodeView:
         if len(shots) <= count:
             return shots
         return tuple(shots[round(place * (len(shots) - 1) / (count - 1))] for place in range(count))
+
+
+def _screenshots(trajectory: Trajectory) -> Sequence[bytes]:
+    shown = trajectory.browser_images
+    return trajectory.images if shown is None else [trajectory.images[index] for index in shown]
 
 
 def _distinct(images: Sequence[bytes]) -> tuple[Screenshot, ...]:
@@ -221,7 +226,11 @@ def _actions(trajectory: Trajectory) -> list[str]:
     lines = []
     for number, step in enumerate(trajectory.steps, 1):
         effect = "page changed" if step.page_changed else "page unchanged"
-        lines.append(f"{number}. " + (f"{_action_text(step.action)}; {effect}" if step.action else "no valid action"))
+        if step.action is not None:
+            done = f"{_action_text(step.action)}; {effect}"
+        else:
+            done = "no valid action" if step.format_error else f"asked the model; {effect}"  # a harness
+        lines.append(f"{number}. {done}")
     return lines
 
 

@@ -36,6 +36,7 @@ _TAGS = (  # structural tags of a prompt, escaped even if the tokenizer has no e
 )
 _SHIELDS = {tag: f"<{secrets.token_hex(8)}>" for tag in ("<think>", "</think>")}
 """What stands for a tag in a chat template that would interpret it; no page can guess it."""
+_ANSWER = secrets.token_hex(16)  # stands for an answer
 
 
 class Processor:
@@ -63,15 +64,18 @@ class Processor:
             )
         return cls(processor)
 
-    def encode_chat(self, messages: list[dict[str, Any]]) -> np.ndarray:
+    def encode_chat(self, messages: list[dict[str, Any]], tools: Sequence[Any] = ()) -> np.ndarray:
         """Tokens of a conversation up to the start of the assistant's answer: int32 [n].
 
         A message has "role" and "content": a string, or a list of {"type": "text", "text": ...} and {"type": "image"}.
         Each image is one placeholder token; `expand_image_tokens` repeats it to its full length. <think> tags of an
-        earlier answer stay, although templates of Thinking models leave thoughts out.
+        earlier answer stay, although templates of Thinking models leave thoughts out. `tools`: OpenAI's descriptions of
+        functions, for the template.
         """
         shielded = [_replace_in_answer(message, _SHIELDS) for message in messages]
-        text = self._processor.apply_chat_template(shielded, add_generation_prompt=True, tokenize=False)
+        text = self._processor.apply_chat_template(
+            shielded, tools=list(tools) or None, add_generation_prompt=True, tokenize=False
+        )
         for tag, shield in _SHIELDS.items():
             text = text.replace(shield, tag)
         return self._encode(text)
@@ -89,16 +93,15 @@ class Processor:
         _, tag, rest = text.rpartition("<think>")
         return tag + rest if tag and "</think>" not in rest else ""
 
-    def encode_turn(self, message: dict[str, Any]) -> np.ndarray:
-        """Tokens of a user message up to the start of the next answer: int32 [n].
+    def encode_turn(self, *messages: dict[str, Any]) -> np.ndarray:
+        """Tokens of the messages after an answer, up to the start of the next one: int32 [n].
 
-        They follow the end token of an answer, as in `encode_chat`. The message's text must be escaped.
+        They follow the end token of the answer, as in `encode_chat`. The messages' text must be escaped.
         """
-        before = [{"role": "user", "content": "."}, {"role": "assistant", "content": "."}]
-        text = self._processor.apply_chat_template([*before, message], add_generation_prompt=True, tokenize=False)
+        before = [{"role": "user", "content": "."}, {"role": "assistant", "content": _ANSWER}]
+        text = self._processor.apply_chat_template([*before, *messages], add_generation_prompt=True, tokenize=False)
         end = self.tokenizer.convert_ids_to_tokens(self.eos_token_id)
-        _, turn, opening = text.rsplit(end, 2)  # the ends of the answer and of the message
-        return self._encode(turn + end + opening)
+        return self._encode(text.partition(_ANSWER)[2].lstrip().removeprefix(end))
 
     def encode_response(self, text: str) -> np.ndarray:
         """Tokens of a response as the model should produce it, including the end token: int32 [n]."""

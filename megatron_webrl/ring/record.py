@@ -47,7 +47,7 @@ STEP_ARRAYS: tuple[tuple[str, str, int, tuple[int, ...]], ...] = (
 EXPERTS = "experts"  # of a mixture of experts; dtype and shape [rows, layers, top_k] are in the description
 _EXPERT_DTYPES = ("uint8", "uint16")
 _ARRAYS = (*(name for name, *_ in STEP_ARRAYS), EXPERTS)
-_NO_SCALARS = {*_ARRAYS, "action", "task", "steps", "images", "page_reward", "verdict"}
+_NO_SCALARS = {*_ARRAYS, "action", "task", "steps", "images", "browser_images", "page_reward", "verdict"}
 _STEP_SCALARS = tuple(field.name for field in fields(Step) if field.name not in _NO_SCALARS)
 _KINDS = {"int": int, "float": float, "str": str}
 _SCALARS = {field.name: _KINDS[str(field.type)] for field in fields(Trajectory) if field.name not in _NO_SCALARS}
@@ -70,6 +70,7 @@ def encode_trajectory(trajectory: Trajectory) -> list[Buffer]:
         for step, length in zip(trajectory.steps, lengths, strict=True)
     ]
     description["images"] = [len(image) for image in trajectory.images]
+    description["browser_images"] = trajectory.browser_images
     try:
         text = json.dumps(description, separators=(",", ":"), default=_scalar).encode()
     except TypeError as error:
@@ -124,9 +125,12 @@ def _build(view: memoryview, description: dict[str, Any], position: int, copy: b
         images.append(bytes(image) if copy else image)
         position += size
     scalars = {name: kind(description[name]) for name, kind in _SCALARS.items()}
+    shown = description.get("browser_images")
+    shown = None if shown is None else tuple(shown)
     return Trajectory(
         task=_task(description["task"]), steps=tuple(steps), images=cast(tuple[bytes, ...], tuple(images)),
-        page_reward=description["page_reward"], verdict=_verdict(description["verdict"]), **scalars,
+        page_reward=description["page_reward"], browser_images=shown, verdict=_verdict(description["verdict"]),
+        **scalars,
     )  # fmt: skip
 
 

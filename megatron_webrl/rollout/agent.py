@@ -8,11 +8,12 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
 
 from megatron_webrl.browser.errors import BrowserError, TaskRefused
 from megatron_webrl.browser.server.client import BrowserClient, RemoteSession
-from megatron_webrl.config.import_path import find_subclass
-from megatron_webrl.config.rollout import AgentConfig, OwnAgentConfig, RolloutConfig
+from megatron_webrl.config.import_path import find_function, find_subclass
+from megatron_webrl.config.rollout import AgentConfig, HarnessConfig, OwnAgentConfig, RolloutConfig
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.rollout.contexts import ContextOverflow, Prompt, make_context
@@ -41,6 +42,12 @@ from megatron_webrl.util.text import shorten
 log = logging.getLogger(__name__)
 
 MAX_PAGE_FIELD_CHARS = 1000  # of a URL and a title in a step
+
+
+class AgentError(RuntimeError):
+    """The agent cannot go on; the episode is masked."""
+
+    outcome = "agent_error"
 
 
 class DeadlineExpired(Exception):
@@ -96,6 +103,7 @@ class Episode:
     instruction: str = ""
     steps: list[Step] = field(default_factory=list)
     screenshots: list[bytes] = field(default_factory=list)
+    browser_images: list[int] | None = None  # indices of those that show the browser; None: all of them do
     page_reward: float | None = None
     oldest_version: int | None = None  # among the tokens of its responses
     started: float = field(default_factory=time.monotonic)
@@ -130,6 +138,7 @@ class Episode:
             ticket=live.ticket, index=live.index, group_size=live.group_size, restart_epoch=self.restart_epoch,
             task=live.task, instruction=self.instruction, steps=tuple(self.steps), images=tuple(self.screenshots),
             reward=0.0, outcome=end_reason, end_reason=end_reason, page_reward=self.page_reward,
+            browser_images=None if self.browser_images is None else tuple(self.browser_images),
             temperature=self.settings.temperature, seconds=time.monotonic() - self.started, finished_at=steady_time(),
         )  # fmt: skip
 
@@ -161,7 +170,7 @@ class Agent:
                     end_reason = await self.act(generator, session, member, episode)
         except DeadlineExpired as expired:
             end_reason = expired.outcome
-        except (BrowserError, ContextOverflow, GenerationError) as error:
+        except (AgentError, BrowserError, ContextOverflow, GenerationError) as error:
             end_reason = error.outcome
             log.warning(
                 "episode %d of ticket %d, %s, is masked as %s: %s",
@@ -178,7 +187,7 @@ class Agent:
         context = make_context(self.processor, settings.context, prompt_limit, self.toolset)
         episode.screenshots = context.screenshots
         with episode.phase("reset", live_rollouts.NAVIGATING) as span:
-            observation = await _reset(session, task)
+            observation = await reset(session, task)
             _add_seconds(span, observation)
         episode.observe(observation)
         context.start_episode(episode.instruction, observation)
@@ -219,12 +228,19 @@ class Agent:
 
 def agent_class(settings: AgentConfig) -> Callable[..., Agent]:
     """The class of rollout.agent, with its options. Raises ConfigError for an import path of no agent."""
+    if isinstance(settings, HarnessConfig):
+        from megatron_webrl.rollout.harness import HarnessAgent  # imports aiohttp's server
+
+        if settings.function:
+            find_function(settings.function, "rollout.agent.command", ("episode",))
+        return partial(HarnessAgent, settings=settings)
     if not isinstance(settings, OwnAgentConfig):
         return Agent
     return find_subclass(settings.name, "rollout.agent.name", Agent, settings.options)
 
 
-async def _reset(session: RemoteSession, task: Task) -> Observation:
+async def reset(session: RemoteSession, task: Task) -> Observation:
+    """Open the page of a task. Raises TaskRefused for a task that cannot be opened, BrowserError, ConfigError."""
     try:
         return await session.reset(task)
     except ConfigError:

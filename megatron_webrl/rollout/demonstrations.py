@@ -20,7 +20,7 @@ from megatron_webrl.ring.record import RecordFileWriter, encode_trajectory
 from megatron_webrl.rollout.agent import Agent, Episode
 from megatron_webrl.rollout.contexts import format_response
 from megatron_webrl.rollout.episode_runner import open_browsers
-from megatron_webrl.rollout.generator import Generation, GenerationError
+from megatron_webrl.rollout.generator import NO_LIMITS, Generation, GenerationError, ResponseLimits
 from megatron_webrl.rollout.responses import THOUGHT_CLOSE
 from megatron_webrl.rollout.toolset import COORDINATE_TOOLSET, Toolset
 from megatron_webrl.tasks.click_target import ScriptedPolicyError
@@ -80,7 +80,10 @@ class ScriptedGenerator:
         self._premature_submit_probability, self._random = premature_submit_probability, random.Random(seed)
         self._slots, self._memory_random = list[str](), random.Random(f"{seed}/memory")
 
-    async def generate(self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
+    async def generate(
+        self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes],
+        limits: ResponseLimits = NO_LIMITS,
+    ) -> Generation:  # fmt: skip
         """The script's action as a response. Raises GenerationError: none, or too many tokens; BrowserError."""
         try:
             premature = self._random.random() < self._premature_submit_probability

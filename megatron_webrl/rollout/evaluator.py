@@ -17,7 +17,7 @@ from megatron_webrl.judge.budget import BudgetSpent, JobUsageMeter, request_stop
 from megatron_webrl.model.processor import decode_image
 from megatron_webrl.rollout.engine.vllm_engine import VLLMEngine
 from megatron_webrl.rollout.episode_runner import EpisodeRunner
-from megatron_webrl.rollout.generator import Generation, white_image
+from megatron_webrl.rollout.generator import NO_LIMITS, Generation, ResponseLimits, white_image
 from megatron_webrl.track import evaluations
 from megatron_webrl.track.episodes import EpisodeStore
 from megatron_webrl.track.evaluations import BLANK_IMAGES, EvaluationRequest, EvaluationResult
@@ -37,11 +37,14 @@ class EvaluationGenerator:
     engine: VLLMEngine
     request: EvaluationRequest
 
-    async def generate(self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
+    async def generate(
+        self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes],
+        limits: ResponseLimits = NO_LIMITS,
+    ) -> Generation:  # fmt: skip
         blind = self.request.variant == BLANK_IMAGES
         shown = [white_image(*decode_image(data).size) for data in images] if blind else images
         sampling = self.request.temperature, self.request.top_p, self.request.top_k
-        return await self.engine.generate(session, token_ids, shown, sampling)
+        return await self.engine.generate(session, token_ids, shown, sampling, limits)
 
 
 def make_result(trajectory: Trajectory, seconds: float) -> EvaluationResult:

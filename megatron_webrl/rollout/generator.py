@@ -48,10 +48,24 @@ class Generation:
     experts: np.ndarray = field(default_factory=lambda: np.zeros((0, 0, 0), np.uint8))  # see types.Step
 
 
+@dataclass(frozen=True)
+class ResponseLimits:
+    """What ends one response early."""
+
+    max_tokens: int | None = None  # below rollout.max_new_tokens
+    stop: tuple[str, ...] = ()  # texts after which it ends
+
+
+NO_LIMITS = ResponseLimits()
+
+
 class Generator(Protocol):
     """A scripted generator asks `session` for a demonstration; others ignore it."""
 
-    async def generate(self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
+    async def generate(
+        self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes],
+        limits: ResponseLimits = NO_LIMITS,
+    ) -> Generation:  # fmt: skip
         """Respond to `token_ids` (int32, one placeholder per image) and the encoded images.
 
         Raises GenerationError, also after rollout.operation_timeout_seconds, in which pauses for weights do not count.

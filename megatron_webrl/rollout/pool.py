@@ -23,7 +23,7 @@ from megatron_webrl.rollout.engine.vllm_engine import VLLMEngine
 from megatron_webrl.rollout.engine.weight_client import WeightClient
 from megatron_webrl.rollout.episode_runner import EpisodeRunner
 from megatron_webrl.rollout.evaluator import Evaluator
-from megatron_webrl.rollout.generator import Generation
+from megatron_webrl.rollout.generator import NO_LIMITS, Generation, ResponseLimits
 from megatron_webrl.rollout.group import EngineLoad, GroupRun, TicketClaims
 from megatron_webrl.rollout.ring_output import TrajectoryWriter
 from megatron_webrl.tasks.files.table import task_file_digests
@@ -99,10 +99,13 @@ class RolloutPool:
         """Episodes that this instance has finished, masked ones included."""
         return self._finished + sum(group.finished_episodes for group in self._groups.values())
 
-    async def generate(self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
+    async def generate(
+        self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes],
+        limits: ResponseLimits = NO_LIMITS,
+    ) -> Generation:  # fmt: skip
         """Respond with the engine, and count the request. Implements Generator."""
         with self._load.track("requests"):
-            return await self.engine.generate(session, token_ids, images)
+            return await self.engine.generate(session, token_ids, images, limits=limits)
 
     def _claim_tickets(self) -> None:
         for claim in self.claims.claim(self._room):

@@ -27,7 +27,7 @@ from megatron_webrl.control.connection import JobFailed
 from megatron_webrl.model.parameter_map import is_sparse
 from megatron_webrl.model.processor import Processor, decode_image
 from megatron_webrl.rollout.engine import vllm_environment
-from megatron_webrl.rollout.generator import EngineDeadError, Generation, GenerationError
+from megatron_webrl.rollout.generator import NO_LIMITS, EngineDeadError, Generation, GenerationError, ResponseLimits
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
@@ -41,7 +41,9 @@ if TYPE_CHECKING:
 Sampling = tuple[float, float, int]  # temperature, top_p, top_k (0: all tokens)
 
 
-def sampling_params(config: Config, processor: Processor, sampling: Sampling) -> SamplingParams:
+def sampling_params(
+    config: Config, processor: Processor, sampling: Sampling, limits: ResponseLimits = NO_LIMITS
+) -> SamplingParams:
     """vLLM's parameters of one response."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -50,10 +52,11 @@ def sampling_params(config: Config, processor: Processor, sampling: Sampling) ->
         temperature=temperature,
         top_p=top_p,
         top_k=top_k,
-        max_tokens=config.rollout.max_new_tokens,
+        max_tokens=min(config.rollout.max_new_tokens, limits.max_tokens or config.rollout.max_new_tokens),
+        stop=list(limits.stop),
         stop_token_ids=[processor.eos_token_id],
         logprobs=0,  # of the sampled token only
-        detokenize=False,  # the processor decodes once, at the end
+        detokenize=bool(limits.stop),  # else the processor decodes once, at the end
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
@@ -159,7 +162,8 @@ class VLLMEngine:
         self.rank_hosts = [socket.gethostname()] * ranks if followers is None else followers.rank_hosts(ranks)
         self._config, self._worker, self._thread = config, worker, thread
         self._llm: Any = llm
-        self._sampling = sampling_params(config, processor, (config.rollout.temperature, 1.0, 0))
+        self._usual_sampling: Sampling = (config.rollout.temperature, 1.0, 0)
+        self._sampling = sampling_params(config, processor, self._usual_sampling)
         self._request_numbers = itertools.count()
         self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._update = asyncio.Lock()
@@ -209,7 +213,7 @@ class VLLMEngine:
 
     async def generate(
         self, session: RemoteSession | None, token_ids: np.ndarray, images: Sequence[bytes],
-        sampling: Sampling | None = None,
+        sampling: Sampling | None = None, limits: ResponseLimits = NO_LIMITS,
     ) -> Generation:  # fmt: skip
         """Generate one response. `token_ids`: int32 with one placeholder per image; `session` is ignored.
 
@@ -232,8 +236,8 @@ class VLLMEngine:
             )
         prompt = vllm_prompt(token_ids, images, decoded)
         chosen = self._sampling
-        if sampling is not None:
-            chosen = sampling_params(self._config, self.processor, sampling)
+        if sampling is not None or limits != NO_LIMITS:
+            chosen = sampling_params(self._config, self.processor, sampling or self._usual_sampling, limits)
         output = await self._limited(self._request(prompt, chosen))
         text = self._llm.vllm_config.model_config.hf_text_config
         return to_generation(output, self.processor, expanded, grids, self._worker, text)
