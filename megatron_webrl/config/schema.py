@@ -31,6 +31,7 @@ from megatron_webrl.config.tasks import (
 )
 from megatron_webrl.config.trainer import TrainerConfig
 
+SINKS = ("tensorboard", "wandb")  # of metrics besides MLflow; each needs the package of its name
 EVALUATION_EPISODES = 4  # that a worker runs at a time during training, beside its groups
 
 
@@ -160,10 +161,21 @@ class WeightsConfig:
     verify: bool = setting(False, "Compare checksums of every slice on both sides of each transfer.")
 
 
+def _check_sinks(names: list[str]) -> str:
+    return next((f": {name!r} is not one of {', '.join(SINKS)}" for name in names if name not in SINKS), "")
+
+
 @dataclass
 class TrackingConfig:
     experiment: str = setting("megatron_webrl", "MLflow experiment.")
     uri: str = setting("", "MLflow tracking address; empty: MLFLOW_TRACKING_URI, else SQLite in the run directory.")
+    also: list[str] = setting(
+        [],
+        "Where metrics go besides MLflow: tensorboard (files in tensorboard/ of the run), wandb (W&B; its project is "
+        "WANDB_PROJECT, else tracking.experiment, and WANDB_MODE=offline keeps them in wandb/ of the run). Each needs "
+        "the extra of its name: pip install 'megatron_webrl[wandb]'.",
+        check=_check_sinks,
+    )
     episodes_gib: float = setting(
         10.0,
         "Space for finished episodes with screenshots in episodes/ of the run, of all workers; the oldest are deleted "

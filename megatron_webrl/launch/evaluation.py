@@ -43,9 +43,9 @@ from megatron_webrl.track.evaluations import (
     requested_variants,
 )
 from megatron_webrl.track.latest_checkpoint import find_latest_checkpoint
-from megatron_webrl.track.mlflow_upload import MLflowTracker
 from megatron_webrl.track.run_lock import Launch
 from megatron_webrl.track.summary import write_summary
+from megatron_webrl.track.upload import Tracker
 from megatron_webrl.types import BUDGET_SPENT
 from megatron_webrl.util import atomic_file
 from megatron_webrl.util.text import metric_label
@@ -164,7 +164,7 @@ class CheckpointEvaluation:
     results: list[list[EvaluationResult]] = field(default_factory=list)  # by summary
     complete: bool = False  # whether all evaluations have ended
     unwritten: dict[Path, str] = field(default_factory=dict)  # files that lack results, and why
-    not_sent: str | None = None  # what MLflow has not received
+    not_sent: str | None = None  # what the sinks of metrics have not received
 
     def run(
         self, control: ControlClient, poll: Callable[[], str | None], show: Callable[[EvaluationProgress], None]
@@ -261,7 +261,7 @@ class CheckpointEvaluation:
         return None
 
     def _store_results(self) -> str:
-        """Write the results to the output file, and log them to MLflow; returns the outcome of the job."""
+        """Write the results to the output file, and log them; returns the outcome of the job."""
         settings, missing = self.config.evaluation, sum(summary["missing"] for summary in self.summaries)
         outcome = "finished"
         if missing:
@@ -275,7 +275,7 @@ class CheckpointEvaluation:
                 self.output_file.write_text(json.dumps(self._report(), indent=1) + "\n")
             except OSError as error:
                 self.unwritten[self.output_file] = str(error.strerror)
-        tracker = MLflowTracker(self.config)
+        tracker = Tracker(self.config)
         tracker.close("FAILED" if missing else "FINISHED")
         self.not_sent = tracker.pending_message()
         self.complete = True

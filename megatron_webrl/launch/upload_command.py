@@ -9,18 +9,18 @@ from typing import Any
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.launch.run_folder import check_ended
 from megatron_webrl.monitor.status import find_run
-from megatron_webrl.track.mlflow_upload import Uploader
-from megatron_webrl.util.text import first_line, redact
+from megatron_webrl.track.upload import Uploader, make_uploaders
+from megatron_webrl.util.text import first_line
 
 
 def add_upload(commands: Any) -> None:
     """Add `webrl upload` to the parser."""
     upload = commands.add_parser(
         "upload",
-        help="send to MLflow what a run could not send",
-        description="Send what MLflow has not received of a run's files, after its job has ended. It may be repeated. "
-        "MLFLOW_TRACKING_URI names MLflow if the run's tracking.uri is empty. Exit code 0: MLflow has everything; 1: "
-        "it does not answer; 2: there is no such run, or its job runs.",
+        help="send to MLflow, TensorBoard and W&B what a run could not send",
+        description="Send what MLflow and the sinks of tracking.also have not received of a run's files, after its job "
+        "has ended. It may be repeated. MLFLOW_TRACKING_URI names MLflow if the run's tracking.uri is empty. Exit code "
+        "0: they have everything; 1: one does not answer; 2: there is no such run, or its job runs.",
         epilog="example: webrl upload runs/quickstart",
     )
     upload.add_argument("of", metavar="RUN", help="folder of a run, or the name of a run in runs/")
@@ -32,15 +32,20 @@ def _run(options: argparse.Namespace) -> int:
     config = parse_config(folder / "config.yaml")
     config.run.directory, config.run.name = str(folder.parent), folder.name  # a run may have been moved
     check_ended(config)
-    uploader, uri = Uploader(config), redact(config.tracking_uri)
+    return max([_send(uploader) for uploader in make_uploaders(config)])
+
+
+def _send(uploader: Uploader) -> int:
+    sink = f"{uploader.title} at {uploader.address}"
     try:
         uploader.send()
     except Exception as error:
         left = uploader.pending()
         sys.stderr.write(
-            f"webrl: MLflow at {uri}: {type(error).__name__}: {first_line(error)}; "
+            f"webrl: {sink}: {type(error).__name__}: {first_line(error)}; "
             f"{left} of {uploader.sent + left} entries wait for the next webrl upload\n"
         )
         return 1
-    sys.stdout.write(f"MLflow at {uri} has run {uploader.state.run_id}: {uploader.sent} entries sent\n")
+    run = uploader.state.run_id or uploader.config.run.name
+    sys.stdout.write(f"{sink} has run {run}: {uploader.sent} entries sent\n")
     return 0

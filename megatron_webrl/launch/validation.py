@@ -19,7 +19,7 @@ from megatron_webrl.config.browser import check_browser_user
 from megatron_webrl.config.import_path import named_in
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.config.loss import OwnLossConfig
-from megatron_webrl.config.schema import Config, check_combinations
+from megatron_webrl.config.schema import Config, TrackingConfig, check_combinations
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.config.trainer import TrainerConfig
 from megatron_webrl.judge.protocols import find_protocol
@@ -134,6 +134,16 @@ def check_packages(trainer: TrainerConfig) -> None:
         raise ConfigError(f"{named_by} needs the package {package}, which is not installed here")
 
 
+def check_sinks(tracking: TrackingConfig) -> None:
+    """Check that the packages of tracking.also are installed here. Raises ConfigError."""
+    for name in tracking.also:
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(
+                f"tracking.also={name} needs the package {name}, which is not installed here; "
+                f"pip install 'megatron_webrl[{name}]'"
+            )
+
+
 def _check_start(config: Config) -> None:
     """Check that model.checkpoint holds weights, and that its architecture, if stored, equals model.path's."""
     checkpoint = Path(config.model.checkpoint)
@@ -195,6 +205,7 @@ def _check_ring(config: Config) -> None:
 MACHINE_CHECKS: tuple[Callable[[Config], None], ...] = (
     *(lambda config: check_packages(config.trainer), _check_start, _check_demonstrations, _check_ring, _check_resume),
     lambda config: check_browser_user(config.browser),
+    lambda config: check_sinks(config.tracking),
 )  # of what this machine has: packages, files, shared memory, the user
 
 

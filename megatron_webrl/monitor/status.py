@@ -27,8 +27,8 @@ from megatron_webrl.track import evaluations, summary, tables
 from megatron_webrl.track import events as journal
 from megatron_webrl.track.events import ProcessEvent
 from megatron_webrl.track.latest_checkpoint import find_latest_checkpoint
-from megatron_webrl.track.mlflow_upload import count_unsent
 from megatron_webrl.track.tables import accounting_line
+from megatron_webrl.track.upload import MLFLOW, TITLES, count_unsent
 from megatron_webrl.types import CLEAN_JOB_OUTCOMES
 from megatron_webrl.util.network import is_loopback
 from megatron_webrl.util.text import count_noun, redact
@@ -245,7 +245,8 @@ class _Job:
         folder, config = self.folder, self.config
         trains = any(role.name.startswith("trainer-") for role in status.roles)
         log = "node-<number>/<process>.log" if (folder / "logs" / "node-0").is_dir() else "<process>.log"
-        unsent = count_unsent(folder) if self.ended is not None else 0
+        sinks = (MLFLOW, *config.tracking.also) if self.ended is not None else ()
+        unsent = {f"not in {TITLES[sink]}": count for sink in sinks if (count := count_unsent(folder, sink))}
         update = update_line(status.version, status.target_updates, status.expected_end, status.time)
         lines = {
             "run": f"{config.run.name}, {folder}",
@@ -260,7 +261,7 @@ class _Job:
             "logs": str(folder / "logs" / log),
             "pages": f"webrl monitor {folder}",
             "metrics": f"MLflow at {redact(config.tracking_uri)}",
-            "not in MLflow": f"{unsent} entries; send them with: webrl upload {folder}" if unsent else "",
+            **{label: f"{count} entries; send them with: webrl upload {folder}" for label, count in unsent.items()},
             "summary": str(folder / "summary.json") if self.ended is not None else "",
         }
         return {label: text for label, text in lines.items() if text}

@@ -1,1 +1,1 @@
-"""Metrics, MLflow, and the live board."""
+"""Metrics, their upload, and the live board."""

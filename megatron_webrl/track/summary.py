@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_webrl.config.setting import ConfigError
-from megatron_webrl.track import evaluations, events, mlflow_upload
+from megatron_webrl.track import evaluations, events, upload
 from megatron_webrl.track.latest_checkpoint import find_latest_checkpoint
 from megatron_webrl.track.metrics import UPDATES_FILE
 from megatron_webrl.types import CLEAN_JOB_OUTCOMES
@@ -96,7 +96,7 @@ def ensure_written(folder: Path, outcome: str) -> None:
     write_summary(folder, outcome, accounting)
     if outcome not in CLEAN_JOB_OUTCOMES:
         with suppress(OSError):
-            mlflow_upload.end_as_failed(folder)
+            upload.end_as_failed(folder)
 
 
 def _node_traffic(updates: Sequence[dict[str, Any]]) -> dict[str, float] | None:

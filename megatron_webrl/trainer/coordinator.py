@@ -49,7 +49,7 @@ from megatron_webrl.util.history import History
 from megatron_webrl.util.text import metric_label
 
 if TYPE_CHECKING:
-    from megatron_webrl.track.mlflow_upload import MLflowTracker
+    from megatron_webrl.track.upload import Tracker
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class Coordinator:
         exchange: RecordExchange,
         state: TrainerState,
         resume_point: ResumePoint,
-        tracker: MLflowTracker | None,
+        tracker: Tracker | None,
         launch: Launch | None = None,
     ) -> None:
         """`state`: that of the checkpoint to go on from, or a new one. `tracker`: None except on the first rank.
@@ -346,11 +346,11 @@ class Coordinator:
         return not self.control.stop_requested() and not has_new_engines()
 
     def _problems(self) -> str:
-        """Suffix of the status line while the last checkpoint failed or MLflow does not answer; otherwise empty."""
+        """Suffix of the status line while the last checkpoint failed or a sink does not answer; otherwise empty."""
         failures, error = self.checkpoints.failures, self.checkpoints.last_error
         text = f"; {failures} checkpoints failed, last error: {error}" if error else ""
         if self.tracker is not None and self.tracker.error is not None:
-            text += f"; MLflow does not answer: {self.tracker.error}"
+            text += f"; {self.tracker.error}"
         return text
 
     @property

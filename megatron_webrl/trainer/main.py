@@ -98,9 +98,9 @@ def _run(
         EventLog(config.run_folder, nodes.node).add("trainer-0", "schedule changed", reason)
     tracker = None
     if is_first:  # all attempts of a job write to one MLflow run
-        from megatron_webrl.track.mlflow_upload import MLflowTracker
+        from megatron_webrl.track.upload import Tracker
 
-        tracker = MLflowTracker(config)
+        tracker = Tracker(config)
     resume_point = make_resume_point(control, exchange, state, config.run_folder, is_first)
     control.report_status("waiting for the engines")
     syncer = WeightSyncer(learner.models, config, control, platform, timeline)

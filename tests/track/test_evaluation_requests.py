@@ -24,7 +24,7 @@ from megatron_webrl.track.evaluations import (
     EvaluationResult,
     evaluation_name,
 )
-from megatron_webrl.track.mlflow_upload import MLflowTracker
+from megatron_webrl.track.upload import Tracker
 from megatron_webrl.trainer.evaluation_scheduler import EvaluationScheduler
 from megatron_webrl.types import BUDGET_SPENT, PREEMPTED
 from megatron_webrl.util import atomic_file
@@ -136,7 +136,7 @@ def recorded(config: Config) -> list[str]:
 
 
 def test_a_run_is_evaluated_before_during_after(address: Path, control: ControlClient, config: Config, one_rank: None):
-    tracker = MLflowTracker(config)
+    tracker = Tracker(config)
     engines: Any = Engines(config, waiting=1, version=0)
     evaluation, worker = scheduler(config, control), Worker(address, engines, AFTER[-1])
     worker.start()

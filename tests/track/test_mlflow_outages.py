@@ -16,10 +16,12 @@ from mlflow.tracking import MlflowClient
 from megatron_webrl.cli import main
 from megatron_webrl.config.load import save_config
 from megatron_webrl.config.schema import Config
-from megatron_webrl.track import mlflow_upload, summary
+from megatron_webrl.track import summary
+from megatron_webrl.track import upload as track_upload
 from megatron_webrl.track.evaluations import EvaluationLog, EvaluationRequest, aggregate_results
 from megatron_webrl.track.metrics import UPDATES_FILE
-from megatron_webrl.track.mlflow_upload import MLflowTracker, Uploader, UploadState, count_unsent
+from megatron_webrl.track.mlflow_upload import MLflowUploader
+from megatron_webrl.track.upload import Tracker, UploadState, count_unsent
 from tests.file_faults import FileFaults
 from tests.track.mlflow_server import black_hole, mlflow_server
 from tests.waiting import until
@@ -43,8 +45,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    monkeypatch.setattr(mlflow_upload, "MAX_RETRY_SECONDS", 1.0)
-    monkeypatch.setattr(mlflow_upload, "POLL_SECONDS", 0.1)
+    monkeypatch.setattr(track_upload, "MAX_RETRY_SECONDS", 1.0)
+    monkeypatch.setattr(track_upload, "POLL_SECONDS", 0.1)
 
 
 def make_config(folder: Path, uri: str) -> Config:
@@ -73,7 +75,7 @@ def update_line(version: int, finished_at: float = 1e9, **metrics: float) -> dic
     return {"version": version, "finished_at": finished_at, "seconds": {}, "extra": extra}
 
 
-def wait_until_sent(tracker: MLflowTracker) -> None:
+def wait_until_sent(tracker: Tracker) -> None:
     """Wait until MLflow has all entries, and the run's folder says so."""
     until(lambda: not count_unsent(tracker.config.run_folder), lambda: f"all entries in MLflow: {tracker.error}")
 
@@ -100,7 +102,7 @@ def check_run(uri: str, run_id: str | None, status: str = "FINISHED") -> list[st
 @pytest.mark.slow
 def test_a_server_that_fails_gets_everything_once_it_answers(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.INFO, "megatron_webrl"), mlflow_server(tmp_path / "server", start=False) as server:
-        tracker = MLflowTracker(config := make_config(tmp_path, server.uri))
+        tracker = Tracker(config := make_config(tmp_path, server.uri))
         log_updates(config, range(1, UPDATES))
         until(lambda: tracker.error is not None, "a refused connection", 30)
         server.start()
@@ -122,11 +124,11 @@ def test_the_end_waits_up_to_a_limit_for_a_black_hole_and_says_how_to_send_the_r
     tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],
 ):  # fmt: skip
-    monkeypatch.setattr(mlflow_upload, "END_SECONDS", 1.0)
+    monkeypatch.setattr(track_upload, "END_SECONDS", 1.0)
     with black_hole() as uri:
         config = make_config(tmp_path, uri)
         started = time.monotonic()
-        tracker = MLflowTracker(config)
+        tracker = Tracker(config)
         log_updates(config, range(1, UPDATES))
         assert time.monotonic() - started < 1.0
         tracker.close("FINISHED")
@@ -145,21 +147,21 @@ def test_the_end_waits_up_to_a_limit_for_a_black_hole_and_says_how_to_send_the_r
 
 
 def test_a_restarted_trainer_continues_the_run_and_sends_updates_that_replace_others_alone(config: Config, store: str):
-    first = MLflowTracker(config)
+    first = Tracker(config)
     log_updates(config, range(1, 7))
     wait_until_sent(first)
     log_updates(config, range(4, 6), time_of_first=2e9)  # a trainer that starts again from version 3
-    second = Uploader(config)
+    second = MLflowUploader(config)
     assert second.pending() == 2
     second.send()
     assert (second.sent, second.pending()) == (2, 0)
     log_updates(config, range(6, 8), time_of_first=2e9)
     first.close("FAILED")  # of a process that had read the file before it was cut off
     wait_until_sent(first)
-    third = MLflowTracker(config)
+    third = Tracker(config)
     until(lambda: MlflowClient(store).get_run(str(first.run_id)).info.status == "RUNNING", "a run that continues")
     third.close("KILLED")
-    again = Uploader(config)
+    again = MLflowUploader(config)
     again.state = UploadState(again.state.key)  # as if MLflow's answers had been lost, the run's id among them
     again.send()  # changes nothing
     assert first.run_id == third.run_id == again.state.run_id
@@ -172,7 +174,7 @@ def test_a_restarted_trainer_continues_the_run_and_sends_updates_that_replace_ot
 
 def test_a_run_whose_creation_was_not_confirmed_is_found_by_the_next_start(config: Config, store: str):
     config.tracking.experiment = "of an answer that was lost"
-    first = Uploader(config)
+    first = MLflowUploader(config)
     create = first.client.create_run
 
     def lose(*arguments: Any, **options: Any) -> None:
@@ -181,7 +183,7 @@ def test_a_run_whose_creation_was_not_confirmed_is_found_by_the_next_start(confi
 
     with mock.patch.object(first.client, "create_run", lose), pytest.raises(ConnectionResetError):
         first.send()
-    second = Uploader(config)
+    second = MLflowUploader(config)
     second.send()
     client = MlflowClient(store)
     experiment = client.get_experiment_by_name(config.tracking.experiment)
@@ -194,12 +196,12 @@ def test_a_resume_with_another_store_sends_the_whole_run_there(
 ):
     config.tracking.experiment = "of both stores"
     shutil.copy(database, tmp_path / "other.db")
-    first = MLflowTracker(config)
+    first = Tracker(config)
     log_updates(config, range(1, 4))
     wait_until_sent(first)
     first.close("KILLED")
     config.tracking.uri = f"sqlite:///{tmp_path / 'other.db'}"
-    second = MLflowTracker(config)
+    second = Tracker(config)
     log_updates(config, range(4, 6))
     wait_until_sent(second)
     second.close("FINISHED")
@@ -212,7 +214,7 @@ def test_a_resume_with_another_store_sends_the_whole_run_there(
 
 
 def test_a_run_whose_trainer_was_killed_is_failed_once_it_is_uploaded(config: Config, store: str):
-    killed = MLflowTracker(config)
+    killed = Tracker(config)
     updates = summary.open_updates(config.run_folder)
     metrics = {"steps_mean": 1.0, "staleness_max": 0, "staleness_mean": 0.0}
     updates.append(*(update_line(version) | metrics for version in range(1, 4)))
@@ -227,7 +229,7 @@ def test_a_run_whose_trainer_was_killed_is_failed_once_it_is_uploaded(config: Co
 
 
 def test_lines_for_which_the_disk_has_no_room_are_sent_once_it_has(config: Config, store: str):
-    tracker = MLflowTracker(config)
+    tracker = Tracker(config)
     updates, evaluations = summary.open_updates(config.run_folder), EvaluationLog(config.run_folder)
     updates.append(update_line(1))
     wait_until_sent(tracker)
@@ -249,7 +251,7 @@ def test_lines_that_mlflow_cannot_store_hold_up_no_others(config: Config, store:
     with (config.run_folder / UPDATES_FILE).open("a") as file:
         file.write("a damaged line\n")
     updates.append({"strange": 1}, update_line(4))
-    uploader = Uploader(config)
+    uploader = MLflowUploader(config)
     uploader.send()
     assert history(store, uploader.state.run_id) == [1, 3, 4]
     assert (uploader.rejected, uploader.pending()) == (2, 0)

@@ -13,7 +13,7 @@ import pytest
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.ring.record import encode_trajectory
 from megatron_webrl.ring.ring import Ring
-from megatron_webrl.track.mlflow_upload import MLflowTracker
+from megatron_webrl.track.upload import Tracker
 from megatron_webrl.trainer.accounting import Accounting
 from megatron_webrl.trainer.checkpoint.checkpointer import TrainerState
 from megatron_webrl.trainer.checkpoint.recovery import ResumePoint
@@ -57,7 +57,7 @@ def test_lines_wait_for_a_full_disk_and_are_written_before_a_checkpoint(tmp_path
     state = TrainerState(0, 0, 0, (), Accounting().state_dict(), 0)
     with control_service(tmp_path) as address, Ring.create_or_attach(name, 2**20, name) as ring:
         ring.unlink()
-        control, exchange, tracker = (connect(address, "trainer-0"), one_node_exchange(ring), MLflowTracker(config))
+        control, exchange, tracker = (connect(address, "trainer-0"), one_node_exchange(ring), Tracker(config))
         coordinator = Coordinator(config, control, exchange, state, ResumePoint(), tracker)
         with FileFaults(folder, 1, errno.ENOSPC, until=1_000_000):
             assert coordinator.evaluation_log is not None
@@ -78,7 +78,7 @@ def test_another_ticket_takes_the_place_of_one_whose_record_is_damaged(tmp_path:
         damage(ring, ring.write(encode_trajectory(trajectory(0, 0, group_size=2)), 1.0))
         ring.unlink()
         control, worker = connect(address, "trainer-0"), connect(address, "rollout-0")
-        exchange, tracker = one_node_exchange(ring), MLflowTracker(config)
+        exchange, tracker = one_node_exchange(ring), Tracker(config)
         coordinator = Coordinator(config, control, exchange, state, ResumePoint(), tracker)
         coordinator.open_job(0)
         assert claim_tickets(worker, 1000)

@@ -10,7 +10,7 @@ import pytest
 from megatron_webrl.config.load import parse_config
 from megatron_webrl.control.state import TICKETS
 from megatron_webrl.ring.ring import Ring
-from megatron_webrl.track.mlflow_upload import MLflowTracker
+from megatron_webrl.track.upload import Tracker
 from megatron_webrl.trainer.accounting import Accounting
 from megatron_webrl.trainer.checkpoint.checkpointer import TrainerState
 from megatron_webrl.trainer.checkpoint.recovery import ResumePoint, make_resume_point
@@ -46,7 +46,7 @@ def test_a_checkpoint_has_the_tickets_that_were_issued_and_survived_with_their_t
     resume_point = ResumePoint(next_ticket=1, surviving_tickets=survived)
     with control_service(tmp_path) as address, Ring.create_or_attach(name, 2**20, name) as ring:
         ring.unlink()
-        control, tracker = connect(address, "trainer-0"), MLflowTracker(config)
+        control, tracker = connect(address, "trainer-0"), Tracker(config)
         coordinator = Coordinator(config, control, one_node_exchange(ring), before, resume_point, tracker)
         coordinator.open_job(0)
         issued = control.run("read_queue", TICKETS)["appended"]

@@ -27,7 +27,7 @@ from megatron_webrl.tasks.registry import make_source
 from megatron_webrl.tasks.sampler import knowledge, samplers
 from megatron_webrl.tasks.sampler.knowledge import SamplerKnowledge
 from megatron_webrl.track.metrics import UpdateSeconds
-from megatron_webrl.track.mlflow_upload import MLflowTracker
+from megatron_webrl.track.upload import Tracker
 from megatron_webrl.trainer import coordinator as coordinators
 from megatron_webrl.trainer.accounting import Accounting
 from megatron_webrl.trainer.checkpoint.checkpointer import TrainerState, read_trainer_state
@@ -113,7 +113,7 @@ class Run:
                 one_node_exchange(ring),
             )
             resume_point = make_resume_point(control, exchange, state, self.config.run_folder, True)
-            tracker = MLflowTracker(self.config)
+            tracker = Tracker(self.config)
             coordinator = Coordinator(self.config, control, exchange, state, resume_point, tracker)
             coordinator.open_job(state.version)
             self.in_flight.clear()
