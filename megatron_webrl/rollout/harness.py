@@ -94,8 +94,8 @@ class _Calls:
     ) -> None:
         """`first`: observation, after the reset."""
         self.key = secrets.token_urlsafe(24)
-        self._agent, self._generator, self._session, self._episode = agent, generator, session, episode
-        self._processor, self._limits = agent.processor, agent.settings
+        self._generator, self._session, self._episode, self._processor = generator, session, episode, agent.processor
+        self._max_parallel = agent.settings.max_parallel_calls
         self._max_calls = agent.settings.max_calls or episode.live.task.max_steps
         self._conversations = Conversations(agent.processor)
         self._started = self._running = 0  # calls
@@ -154,9 +154,9 @@ class _Calls:
             self._check_key(request)
             self._running += 1
             try:
-                if self._running > self._limits.max_parallel_calls:
-                    limit = f"{self._limits.max_parallel_calls} calls at a time (rollout.agent.max_parallel_calls)"
-                    raise HarnessError(FLOODED, f"more than {limit}")
+                if self._running > self._max_parallel:
+                    limit = f"{self._max_parallel} calls at a time (rollout.agent.max_parallel_calls)"
+                    raise HarnessError(FLOODED, f"the harness made more than {limit}")
                 body = await request.read()
                 chat = await asyncio.to_thread(parse_request, body, self._processor)
                 await self._look()
