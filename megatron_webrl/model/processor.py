@@ -51,6 +51,8 @@ class Processor:
         self.eos_token_id = int(self.tokenizer.convert_tokens_to_ids("<|im_end|>"))
         self._special = [i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special]
         self._added = sorted({*self.tokenizer.get_added_vocab(), *_TAGS}, key=len, reverse=True)
+        special = {str(self.tokenizer.added_tokens_decoder[number]) for number in self._special}
+        self._added_special = [token for token in self._added if token in special]
 
     @classmethod
     def load(cls, folder: str | Path) -> Processor:
@@ -194,16 +196,17 @@ class Processor:
         out.view(-1, len(mean), frames, inside).copy_(values[:, :, None])  # a still image fills all frames
         return out
 
-    def escape_special_tokens(self, text: str) -> str:
+    def escape_special_tokens(self, text: str, keep_tags: bool = False) -> str:
         """Escape page text so that no part of it becomes a special token.
 
         Inserts a zero-width space after the first character of every entry of the tokenizer's added vocabulary
-        (<|image_pad|>, <tool_call>, ...) and of every structural tag. Other text is unchanged.
+        (<|image_pad|>, <tool_call>, ...) and of every structural tag. Other text is unchanged. `keep_tags`: of an
+        author's instructions, in which tags such as <tool_call> may be meant; images and ends of turns are escaped.
         """
         normalizer = self.tokenizer.backend_tokenizer.normalizer
         if normalizer is not None:  # normalising later could create an entry
             text = normalizer.normalize_str(text)
-        for token in self._added:
+        for token in self._added_special if keep_tags else self._added:
             text = text.replace(token, (token[0] + _BREAK + token[1:]) if len(token) > 1 else _BREAK)
         return text
 

@@ -13,8 +13,9 @@ import binascii
 import hashlib
 import json
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -105,13 +106,15 @@ def _message(message: Any, where: str, processor: Processor, images: list[bytes]
     role, content = message["role"], message.get("content")
     if content is None:
         content = ""
+    role = "system" if role == "developer" else role
+    escape = partial(processor.escape_special_tokens, keep_tags=role == "system")
     if isinstance(content, list):
-        content = [_part(part, f"{where}.content[{number}]", processor, images) for number, part in enumerate(content)]
+        content = [_part(part, f"{where}.content[{number}]", escape, images) for number, part in enumerate(content)]
     elif isinstance(content, str):
-        content = processor.escape_special_tokens(content)
+        content = escape(content)
     else:
         raise RequestRefused(f"{where}.content is neither a text nor a list of parts")
-    checked = {"role": "system" if role == "developer" else role, "content": content}
+    checked = {"role": role, "content": content}
     if calls := message.get("tool_calls"):
         try:
             functions = [
@@ -124,10 +127,10 @@ def _message(message: Any, where: str, processor: Processor, images: list[bytes]
     return checked
 
 
-def _part(part: Any, where: str, processor: Processor, images: list[bytes]) -> dict[str, Any]:
+def _part(part: Any, where: str, escape: Callable[[str], str], images: list[bytes]) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "text" and isinstance(part.get("text"), str):
-        return {"type": "text", "text": processor.escape_special_tokens(part["text"])}
+        return {"type": "text", "text": escape(part["text"])}
     if kind != "image_url":
         raise RequestRefused(f"{where}.type={kind!r} is neither text nor image_url")
     image = part.get("image_url")

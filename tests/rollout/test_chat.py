@@ -156,6 +156,9 @@ def test_text_of_a_request_has_no_special_tokens(tools_processor: Processor) -> 
     prompt = Conversations(processor).prompt(request(processor, messages, tools=[named]))
     assert processor.image_token_id not in prompt
     assert int((prompt == processor.eos_token_id).sum()) == 5  # one for each message and the tools
+    text = decoded(processor, prompt)
+    assert text.count("<tool_call></tool_call>") == 1  # of the author's instructions
+    assert text.count("<tool_call>") == 2  # and of the call
 
 
 @pytest.mark.parametrize("text", ["<tool_call>\nno JSON\n</tool_call>", '<tool_call>\n{"arguments": {}}\n</tool_call>'])

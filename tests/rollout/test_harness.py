@@ -19,10 +19,12 @@ import pytest_asyncio
 
 from megatron_webrl.browser.server.client import BrowserClient, RemoteSession
 from megatron_webrl.browser.server.local_servers import local_servers
-from megatron_webrl.config.rollout import HarnessConfig, RolloutConfig
+from megatron_webrl.config.load import parse_config
+from megatron_webrl.config.rollout import AgentConfig, HarnessConfig, RolloutConfig
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.judge.evaluation import page_verdict, with_verdict
 from megatron_webrl.judge.questions import EpisodeView
+from megatron_webrl.model.patchifier import decode_image
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.ring.record import decode_trajectory, encode_trajectory
 from megatron_webrl.rollout.agent import Episode, agent_class
@@ -373,3 +375,26 @@ async def test_the_documented_function_is_a_harness(
         assert with_verdict(trajectory, page_verdict(trajectory)).outcome == "success"
     with pytest.raises(ConfigError, match=r"rollout\.agent\.command=my_harness:walk: my_harness has no walk"):
         agent_class(HarnessConfig("harness", ["my_harness:walk"]))
+
+
+async def test_the_harness_of_the_signs_asks_what_the_built_in_agent_asks(processor: Processor) -> None:
+    quickstart = parse_config("configs/quickstart.yaml", ["browser.cdp=true", "browser.reuse_pages=0"])
+    click = (
+        'Memory: blue square;\n<tool_call>\n{"name": "computer_use", "arguments": {"action": "left_click", '
+        '"coordinate": [%d, %d]}}\n</tool_call>'
+    )
+    answers = [click % (500, 840), "Memory: none", "nothing", click % (5, 5), click % (500, 840)]
+    task = Task("miniwob/remember-sign-4-1/1", "miniwob", "remember-sign-4-1", seed=1, max_steps=5)
+    found = []
+    async with (
+        local_servers(quickstart, 1) as servers,
+        BrowserClient(servers.poll_addresses, servers.token, step_seconds=20) as browsers,
+    ):
+        for settings in (AgentConfig(), HarnessConfig("harness", ["tools.bench.sign_harness:run"])):
+            policy = Policy(processor, list(answers))
+            episode = Episode(quickstart.rollout, LiveRollout(task, 7, 1, 4))
+            trajectory = await agent_class(settings)(browsers, processor).run(policy, episode)
+            images = [decode_image(trajectory.images[index]) for step in trajectory.steps for index in step.images]
+            found.append((trajectory.end_reason, policy.prompts, [image.tobytes() for image in images]))
+    assert len(found[0][1]) == len(answers)
+    assert found[0] == found[1]

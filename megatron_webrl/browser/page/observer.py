@@ -101,7 +101,8 @@ class PageObserver:
             settings = self._settings
             image = await asyncio.to_thread(draw_marks, image, elements, settings.screenshot)
         title = encodable(settled.title)
-        tabs = await self._tabs.list_tabs(title, settled.url)
+        listed = "switch_tab" in self._settings.actions
+        tabs = await self._tabs.list_tabs(title, settled.url) if listed else ()
         if settled.url.startswith("chrome-error:"):
             self._messages.add("the page cannot be reached")
         for sentence in self._network.take_errors(settled.url):

@@ -284,9 +284,7 @@ class Tabs:
             await self._activate(self.active)
 
     async def list_tabs(self, title: str, url: str) -> tuple[OpenTab, ...]:
-        """All tabs in order; `title` and `url` are those of the active tab. Empty if only one tab is allowed."""
-        if self._limit == 1:
-            return ()
+        """All tabs in order; `title` and `url` are those of the active tab."""
         tabs, active = list(self._tabs), self.active  # they can change while titles are read
         others = iter(await asyncio.gather(*(_title(tab) for tab in tabs if tab is not active)))
         return tuple(
