@@ -217,7 +217,7 @@ OWN = (
     ("rollout.context.policy=my_agents.agents:ImpatientAgent", "is no subclass of megatron_webrl.rollout.context"),
     ("rollout.context.policy=megatron_webrl.rollout.contexts:PromptContext", "does not implement build_prompt of"),
     ("rollout.context.response_format=my_agents.contexts:Options", "is an object of type type, not a ResponseForm"),
-    ("rollout.agent.name=impatient", "rollout.agent.name='impatient' is not one of tool_calls, nor an import pat"),
+    ("rollout.agent.name=impatient", "rollout.agent.name='impatient' is not one of tool_calls, harness, nor an i"),
     ("judge.protocol=my_agents.credit:Options", "gives an object of type Options, not a JudgeProtocol"),
     ("judge.evaluators=[my_agents.credit:ranks,my_agents.credit:Nothing]", "my_agents.credit has no Nothing"),
 ])  # fmt: skip

@@ -264,9 +264,8 @@ def check_own(config: Config) -> None:
 
         own_advantage_function(advantage)
     if config.trainer.reward.function or any(key.startswith("rollout.") for key in named_in(config)):
-        from megatron_webrl.rollout.agent import agent_class
         from megatron_webrl.rollout.contexts import context_class, response_form
-        from megatron_webrl.rollout.episode_runner import find_reward
+        from megatron_webrl.rollout.episode_runner import agent_class, find_reward
 
         context_class(config.rollout.context)
         response_form(config.rollout.context)

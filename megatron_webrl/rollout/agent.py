@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
-from functools import partial
 
 from megatron_webrl.browser.errors import BrowserError, TaskRefused
 from megatron_webrl.browser.server.client import BrowserClient, RemoteSession
-from megatron_webrl.config.import_path import find_function, find_subclass
-from megatron_webrl.config.rollout import AgentConfig, HarnessConfig, OwnAgentConfig, RolloutConfig
+from megatron_webrl.config.rollout import RolloutConfig
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.rollout.contexts import ContextOverflow, Prompt, make_context
@@ -224,19 +222,6 @@ class Agent:
         if self.processor.has_special_tokens(generation.response_token_ids):
             return ParsedCall(None, "special_token")
         return parse_tool_call(generation.text, self.toolset, parser)
-
-
-def agent_class(settings: AgentConfig) -> Callable[..., Agent]:
-    """The class of rollout.agent, with its options. Raises ConfigError for an import path of no agent."""
-    if isinstance(settings, HarnessConfig):
-        from megatron_webrl.rollout.harness import HarnessAgent  # imports aiohttp's server
-
-        if settings.function:
-            find_function(settings.function, "rollout.agent.command", ("episode",))
-        return partial(HarnessAgent, settings=settings)
-    if not isinstance(settings, OwnAgentConfig):
-        return Agent
-    return find_subclass(settings.name, "rollout.agent.name", Agent, settings.options)
 
 
 async def reset(session: RemoteSession, task: Task) -> Observation:

@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING
 from megatron_webrl.browser.server.client import BrowserClient
 from megatron_webrl.browser.server.local_servers import local_servers
 from megatron_webrl.browser.server.protocol import SessionSpec
-from megatron_webrl.config.import_path import find_function
+from megatron_webrl.config.import_path import find_function, find_subclass
 from megatron_webrl.config.loss import RewardConfig
+from megatron_webrl.config.rollout import AgentConfig, HarnessConfig, OwnAgentConfig
 from megatron_webrl.config.schema import Config
 from megatron_webrl.control.client import TicketClaim
 from megatron_webrl.judge.budget import UsageMeter
 from megatron_webrl.judge.evaluation import EpisodeEvaluator, open_evaluator, with_verdict
 from megatron_webrl.model.processor import Processor
-from megatron_webrl.rollout.agent import Agent, DeadlineExpired, Episode, agent_class
+from megatron_webrl.rollout.agent import Agent, DeadlineExpired, Episode
 from megatron_webrl.rollout.generator import Generator
 from megatron_webrl.rollout.stepping import Lockstep
 from megatron_webrl.rollout.toolset import Toolset
@@ -163,6 +164,19 @@ class EpisodeRunner:
             evaluated = replace(trajectory, outcome=expired.outcome, end_reason=expired.outcome)
         episode.live.finish(evaluated.outcome)
         return evaluated
+
+
+def agent_class(settings: AgentConfig) -> Callable[..., Agent]:
+    """The class of rollout.agent, with its options. Raises ConfigError for an import path of no agent."""
+    if isinstance(settings, HarnessConfig):
+        from megatron_webrl.rollout.harness import HarnessAgent  # imports aiohttp's server
+
+        if settings.function:
+            find_function(settings.function, "rollout.agent.command", ("episode",))
+        return partial(HarnessAgent, settings=settings)
+    if not isinstance(settings, OwnAgentConfig):
+        return Agent
+    return find_subclass(settings.name, "rollout.agent.name", Agent, settings.options)
 
 
 def find_reward(settings: RewardConfig) -> Callable[[Trajectory], float] | None:

@@ -473,20 +473,20 @@ async def test_browsers_run_as_their_user_and_reach_only_the_egress_proxy(site: 
         assert len(processes) > 2
         assert {process.uids() for process in processes} == {(65534, 65534, 65534)}
         assert "--no-sandbox" not in chromium.cmdline()
-        own = os.readlink(namespace)
+        own = os.readlink(namespace.path)
         assert own != os.readlink("/proc/self/ns/net")
         assert os.readlink(f"/proc/{chromium.pid}/ns/net") == own
         assert "NoNewPrivs:\t1" in Path(f"/proc/{chromium.pid}/status").read_text()
 
         def reaches(port: int) -> bool:
-            command = ["nsenter", f"--net={namespace}", sys.executable, "-c", CONNECT, str(port)]
+            command = ["nsenter", f"--net={namespace.path}", sys.executable, "-c", CONNECT, str(port)]
             return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
         assert reaches(session.network.port)
         assert not reaches(neighbour.port)
         assert neighbour.connections == 0
         interfaces = subprocess.run(
-            ["nsenter", f"--net={namespace}", "ip", "-o", "link"], capture_output=True, text=True, check=True
+            ["nsenter", f"--net={namespace.path}", "ip", "-o", "link"], capture_output=True, text=True, check=True
         ).stdout
         assert [line.split()[1] for line in interfaces.splitlines()] == ["lo:"]
         home = browser.chromium._home

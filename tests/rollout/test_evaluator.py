@@ -29,7 +29,7 @@ from megatron_webrl.rollout.demonstrations import ScriptedGenerator
 from megatron_webrl.rollout.engine.vllm_engine import Sampling
 from megatron_webrl.rollout.episode_runner import EpisodeRunner
 from megatron_webrl.rollout.evaluator import EvaluationGenerator, Evaluator, make_result
-from megatron_webrl.rollout.generator import Generation
+from megatron_webrl.rollout.generator import NO_LIMITS, Generation, ResponseLimits
 from megatron_webrl.tasks.source import HELD_OUT_SEEDS
 from megatron_webrl.track import evaluations
 from megatron_webrl.track.episodes import EpisodeStore, record_files
@@ -58,8 +58,9 @@ class ScriptedEngine:
         self._script = ScriptedGenerator(processor, config.rollout)
 
     async def generate(
-        self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes], sampling: Sampling
-    ) -> Generation:
+        self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes], sampling: Sampling,
+        limits: ResponseLimits = NO_LIMITS,
+    ) -> Generation:  # fmt: skip
         if len(self.samplings) < self.crashes:
             [server] = server_processes()
             browser_of(server).kill()

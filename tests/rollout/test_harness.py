@@ -27,8 +27,9 @@ from megatron_webrl.judge.questions import EpisodeView
 from megatron_webrl.model.patchifier import decode_image
 from megatron_webrl.model.processor import Processor
 from megatron_webrl.ring.record import decode_trajectory, encode_trajectory
-from megatron_webrl.rollout.agent import Episode, agent_class
+from megatron_webrl.rollout.agent import Episode
 from megatron_webrl.rollout.demonstrations import scripted_generation
+from megatron_webrl.rollout.episode_runner import agent_class
 from megatron_webrl.rollout.generator import NO_LIMITS, Generation, GenerationError, ResponseLimits
 from megatron_webrl.rollout.harness import MAX_REQUEST_BYTES
 from megatron_webrl.track.live_rollouts import LiveRollout

@@ -31,7 +31,7 @@ from megatron_webrl.ring.segment import RingFull
 from megatron_webrl.rollout.demonstrations import ScriptedGenerator
 from megatron_webrl.rollout.engine.weight_client import WeightClient
 from megatron_webrl.rollout.episode_runner import EpisodeRunner
-from megatron_webrl.rollout.generator import Generation
+from megatron_webrl.rollout.generator import NO_LIMITS, Generation, ResponseLimits
 from megatron_webrl.rollout.group import TicketClaims
 from megatron_webrl.rollout.pool import RolloutPool
 from megatron_webrl.track import evaluations
@@ -63,7 +63,10 @@ class DelayedEngine:
         self._script = ScriptedGenerator(episodes.agent.processor, episodes.config.rollout)
         self.released = asyncio.Event()
 
-    async def generate(self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes]) -> Generation:
+    async def generate(
+        self, session: RemoteSession, token_ids: np.ndarray, images: Sequence[bytes],
+        limits: ResponseLimits = NO_LIMITS,
+    ) -> Generation:  # fmt: skip
         self.asking += 1
         try:
             if self.delays(self.answered[session]):
