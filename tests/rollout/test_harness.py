@@ -274,7 +274,7 @@ async def test_an_episode_ends_after_its_calls(player: Player) -> None:
     ],
 )  # fmt: skip
 async def test_a_fault_masks_the_episode_by_name(player: Player, code: str, outcome: str, steps: int) -> None:
-    seconds = 12.0 if outcome == "episode_timeout" else 60.0
+    seconds = 6.0 if outcome == "episode_timeout" else 60.0
     trajectory = await player.play(code, seconds=seconds)
     assert (trajectory.outcome, len(trajectory.steps), trajectory.trainable) == (outcome, steps, False)
 
