@@ -41,7 +41,7 @@ def configuration(model: Path) -> Config:
     config = Config()
     config.model.path, config.model.platform = str(model), "cpu"
     config.rollout.max_model_len, config.rollout.max_new_tokens = 2048, 24
-    config.rollout.kv_cache_mib, config.rollout.operation_timeout_seconds = 64, 60.0
+    config.rollout.kv_cache_mib, config.rollout.operation_timeout_seconds = 64, 180.0  # interpreted kernels are slow
     config.run.startup_timeout_seconds, config.weights.timeout_seconds = 200.0, 30.0
     return config
 
