@@ -21,7 +21,7 @@ from megatron_webrl.browser.session import Session, context_options
 from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.control import child_process
 from megatron_webrl.types import Observation, Task, TaskSite
-from megatron_webrl.util.network import start_relay
+from megatron_webrl.util.network import listen, start_relay
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -61,7 +61,6 @@ class BrowserInstance:
     sessions: set[Session] = field(default_factory=set)  # in use
     draining: bool = False
     failed: bool = False
-    relay: asyncio.Server | None = None  # to its CDP port, out of its network
 
 
 class BrowserPool:
@@ -249,6 +248,8 @@ class BrowserPool:
                 chromium.browser, self._settings, self._sites, self._declared, self._step_seconds, network,
                 chromium.context,
             )  # fmt: skip
+            if chromium.context is not None:
+                await self._make_controllable(session, chromium.cdp_port)
         except BaseException:
             if browser is not None:
                 browser.load -= 1
@@ -256,22 +257,20 @@ class BrowserPool:
             if network is not None:
                 await network.close()
             raise
-        if chromium.context is not None:
-            session.cdp_address = f"http://127.0.0.1:{await self._reachable_port(browser)}"
         browser.sessions.add(session)
         return browser, session
 
-    async def _reachable_port(self, browser: BrowserInstance) -> int:
-        """The port of this machine's network at which a browser is controlled over CDP."""
-        port = browser.chromium.cdp_port
-        if self._isolation is None or (namespace := self._isolation.namespace) is None:
-            return port
+    async def _make_controllable(self, session: Session, port: int) -> None:
+        """Set the address at which programs of this machine control a browser; `port` of CDP in its own network."""
+        reachable = port
+        if self._isolation is not None and (namespace := self._isolation.namespace) is not None:
 
-        async def connect() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-            return await asyncio.open_connection(sock=await asyncio.to_thread(namespace.connect, port))
+            async def connect() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+                return await asyncio.open_connection(sock=await asyncio.to_thread(namespace.connect, port))
 
-        browser.relay = await start_relay(socket.create_server(("127.0.0.1", 0)), connect)
-        return int(browser.relay.sockets[0].getsockname()[1])
+            session.cdp_relay = await start_relay(listen(), connect)
+            reachable = session.cdp_relay.sockets[0].getsockname()[1]
+        session.cdp_address = f"http://127.0.0.1:{reachable}"
 
     async def _acquire(self) -> tuple[BrowserInstance, Session]:
         attempts = 0
@@ -327,8 +326,6 @@ class BrowserPool:
         finally:
             browser.load -= 1
             if ends:
-                if browser.relay is not None:
-                    browser.relay.close()
                 await browser.chromium.close()
         if not closed:  # its renderers end only with the browser
             await self._replace_stuck(browser, "a context did not close")

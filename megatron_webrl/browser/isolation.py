@@ -13,7 +13,7 @@ from pathlib import Path
 from megatron_webrl.config.browser import BrowserConfig
 from megatron_webrl.config.setting import ConfigError
 from megatron_webrl.control import child_process
-from megatron_webrl.util.network import NetworkNamespace
+from megatron_webrl.util.network import NetworkNamespace, listen
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Isolation:
 
     def listen(self) -> socket.socket:
         """A socket that listens at a loopback address of the browsers' network."""
-        return socket.create_server(("127.0.0.1", 0)) if self.namespace is None else self.namespace.listen()
+        return listen(self.namespace)
 
     def make_home(self, executable: str) -> Path:
         """Make a folder with a `chromium` that starts `executable` isolated; remove it after its end."""

@@ -69,6 +69,7 @@ class Session:
         # Done, with the reason, once the session is unusable.
         self.lost: asyncio.Future[BrowserError] = asyncio.get_running_loop().create_future()
         self.cdp_address: str | None = None  # http://host:port, at which other programs can control the browser
+        self.cdp_relay: asyncio.Server | None = None  # at that address, to a browser in a network of its own
         limit = MAX_TABS if settings.cdp or "switch_tab" in settings.actions else 1
         self._tabs = Tabs(context, self._messages, limit, self.mark_lost)
         self._executor = ActionExecutor(self._tabs, settings, self._messages, network)
@@ -154,6 +155,8 @@ class Session:
         except PlaywrightError as error:
             self.mark_lost(BrowserError(f"a context did not close: {first_line(error)}"))
         finally:
+            if self.cdp_relay is not None:
+                self.cdp_relay.close()
             await self.network.close()
         return True
 

@@ -8,6 +8,9 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
 
 from megatron_webrl.browser.errors import BrowserError, TaskRefused
 from megatron_webrl.browser.server.client import BrowserClient, RemoteSession
@@ -245,16 +248,25 @@ def _step(
 ) -> Step:  # fmt: skip
     """`observations`: before and after the action; `seconds`: of the generation, and in the browser."""
     before, after = observations
-    return Step(
-        prompt_token_ids=generation.prompt_token_ids, response_token_ids=generation.response_token_ids,
-        logprobs=generation.logprobs, versions=generation.versions, images=prompt.image_indices,
-        image_grids=generation.image_grids, finish_reason=generation.finish_reason, action=call.action,
+    return generated_step(
+        generation, prompt.image_indices, before, reasoning_of(generation.text), seconds[0], action=call.action,
         format_error=call.format_error, leniencies=call.leniencies,
         page_changed=call.action is not None and after.page_changed,
-        url=before.url[:MAX_PAGE_FIELD_CHARS], title=before.title[:MAX_PAGE_FIELD_CHARS],
-        response_characters=len(generation.text), memory_characters=memory_characters(generation.text),
-        reasoning=shorten(reasoning_of(generation.text), MAX_REASONING_CHARS),
-        seconds_generation=seconds[0], seconds_browser=seconds[1],
-        cached_prompt_tokens=generation.cached_prompt_tokens, experts=generation.experts,
+        memory_characters=memory_characters(generation.text), seconds_browser=seconds[1],
         not_recorded_requests=after.not_recorded_requests,
+    )  # fmt: skip
+
+
+def generated_step(
+    generation: Generation, images: np.ndarray, page: Observation, reasoning: str, seconds: float, **others: Any
+) -> Step:
+    """A response as a step. `images`: int32 [images], indices of the prompt's; `page`: on which it acts."""
+    return Step(
+        prompt_token_ids=generation.prompt_token_ids, response_token_ids=generation.response_token_ids,
+        logprobs=generation.logprobs, versions=generation.versions, images=images,
+        image_grids=generation.image_grids, finish_reason=generation.finish_reason,
+        url=page.url[:MAX_PAGE_FIELD_CHARS], title=page.title[:MAX_PAGE_FIELD_CHARS],
+        response_characters=len(generation.text), reasoning=shorten(reasoning, MAX_REASONING_CHARS),
+        seconds_generation=seconds, cached_prompt_tokens=generation.cached_prompt_tokens, experts=generation.experts,
+        **others,
     )  # fmt: skip

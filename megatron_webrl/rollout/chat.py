@@ -15,7 +15,7 @@ import json
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -50,11 +50,21 @@ class ChatRequest:
 
     messages: list[dict[str, Any]]  # content: text, or a list of {"type": "text", "text": ...} and {"type": "image"}
     images: list[bytes]  # encoded, in the order of the messages
-    images_before: list[int]  # for each message, images of those before it
     tools: list[dict[str, Any]]
     limits: ResponseLimits
     stream: bool
     include_usage: bool
+
+    @cached_property
+    def keys(self) -> list[str]:
+        """For each number of messages, from 0, a digest of the tools and of the messages up to there."""
+        keys = [hashlib.sha256(json.dumps(self.tools, sort_keys=True).encode()).hexdigest()]
+        images = iter(self.images)
+        for message in self.messages:
+            parts = message["content"] if isinstance(message["content"], list) else []
+            shown = [next(images) for part in parts if part["type"] == "image"]
+            keys.append(_digest(keys[-1], message, shown))
+        return keys
 
 
 def parse_request(text: bytes, processor: Processor) -> ChatRequest:
@@ -78,13 +88,12 @@ def parse_request(text: bytes, processor: Processor) -> ChatRequest:
     if body.get("tool_choice") == "none":
         tools = []
     images: list[bytes] = []
-    messages, before = [], []
-    for number, message in enumerate(body["messages"]):
-        before.append(len(images))
-        messages.append(_message(message, f"messages[{number}]", processor, images))
+    messages = [
+        _message(message, f"messages[{number}]", processor, images) for number, message in enumerate(body["messages"])
+    ]
     options = body.get("stream_options") or {}
     return ChatRequest(
-        messages, images, before, _escape(tools, processor), _limits(body), bool(body.get("stream")),
+        messages, images, _escape(tools, processor), _limits(body), bool(body.get("stream")),
         bool(options.get("include_usage")),
     )  # fmt: skip
 
@@ -174,11 +183,10 @@ class Conversations:
     def prompt(self, request: ChatRequest) -> np.ndarray:
         """Tokens of the prompt, int32 [n], one placeholder for each image."""
         processor, messages = self.processor, request.messages
-        *keys, _ = _keys(request)
         for answered in range(len(messages) - 1, 0, -1):
-            if messages[answered - 1]["role"] == "assistant" and keys[answered] in self._known:
+            if messages[answered - 1]["role"] == "assistant" and request.keys[answered] in self._known:
                 later = processor.encode_turn(*messages[answered:])
-                return np.concatenate([self._known[keys[answered]], later]).astype(np.int32)
+                return np.concatenate([self._known[request.keys[answered]], later]).astype(np.int32)
         return processor.encode_chat(messages, request.tools)
 
     def add(self, request: ChatRequest, prompt: np.ndarray, generation: Generation) -> tuple[dict[str, Any], str]:
@@ -197,17 +205,8 @@ class Conversations:
         if not self.processor.has_special_tokens(response):  # else an image or the end of a turn for the engine
             repeated = _message(message, "", self.processor, [])
             closing = [] if response[-1] == end else [end]
-            self._known[_digest(_keys(request)[-1], repeated, [])] = np.concatenate([prompt, response, closing])
+            self._known[_digest(request.keys[-1], repeated, [])] = np.concatenate([prompt, response, closing])
         return message, reason
-
-
-def _keys(request: ChatRequest) -> list[str]:
-    """For each number of messages, from 0, a digest of the tools and of the messages up to there."""
-    keys = [hashlib.sha256(json.dumps(request.tools, sort_keys=True).encode()).hexdigest()]
-    ends = [*request.images_before[1:], len(request.images)]
-    for message, start, end in zip(request.messages, request.images_before, ends, strict=True):
-        keys.append(_digest(keys[-1], message, request.images[start:end]))
-    return keys
 
 
 def _digest(before: str, message: Mapping[str, Any], images: Sequence[bytes]) -> str:

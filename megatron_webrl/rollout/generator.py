@@ -55,6 +55,10 @@ class ResponseLimits:
     max_tokens: int | None = None  # below rollout.max_new_tokens
     stop: tuple[str, ...] = ()  # texts after which it ends
 
+    def response_tokens(self, most: int) -> int:
+        """Tokens of the response at most, where rollout.max_new_tokens is `most`."""
+        return min(most, self.max_tokens or most)
+
 
 NO_LIMITS = ResponseLimits()
 

@@ -15,7 +15,6 @@ import math
 import os
 import secrets
 import shutil
-import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -30,7 +29,7 @@ from megatron_webrl.browser.server.client import RemoteSession
 from megatron_webrl.config.rollout import HarnessConfig
 from megatron_webrl.control import child_process
 from megatron_webrl.control.child_process import ChildProcess
-from megatron_webrl.rollout.agent import MAX_PAGE_FIELD_CHARS, Agent, AgentError, Episode, reset
+from megatron_webrl.rollout.agent import Agent, AgentError, Episode, generated_step, reset
 from megatron_webrl.rollout.chat import (
     MODEL,
     ChatRequest,
@@ -41,12 +40,12 @@ from megatron_webrl.rollout.chat import (
     parse_request,
 )
 from megatron_webrl.rollout.contexts import ContextOverflow
-from megatron_webrl.rollout.generator import Generation, Generator
+from megatron_webrl.rollout.generator import Generator
 from megatron_webrl.rollout.stepping import LockstepMember
 from megatron_webrl.track import live_rollouts
-from megatron_webrl.types import ANSWER, DONE, MAX_REASONING_CHARS, STEPS_EXHAUSTED, Action, Observation, Step
-from megatron_webrl.util.network import NetworkNamespace, start_relay
-from megatron_webrl.util.text import first_line, shorten
+from megatron_webrl.types import ANSWER, DONE, STEPS_EXHAUSTED, Action, Observation
+from megatron_webrl.util.network import NetworkNamespace, listen, start_relay
+from megatron_webrl.util.text import first_line
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +114,7 @@ class _Calls:
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.0)
         await runner.setup()
         try:
-            await web.SockSite(runner, _listen(network)).start()
+            await web.SockSite(runner, listen(network)).start()
             yield f"http://127.0.0.1:{runner.addresses[0][1]}"
         finally:
             if self._end.done():
@@ -187,7 +186,7 @@ class _Calls:
             raise RequestRefused(f"{len(chat.images)} images are more than {most} (rollout.context.history_turns)")
         prompt = await asyncio.to_thread(self._conversations.prompt, chat)
         tokens = len(processor.expand_image_tokens(prompt, processor.grids(chat.images)))
-        room = settings.max_model_len - min(settings.max_new_tokens, chat.limits.max_tokens or settings.max_new_tokens)
+        room = settings.max_model_len - chat.limits.response_tokens(settings.max_new_tokens)
         if tokens > room:
             raise ContextOverflow(f"a call has {tokens} tokens, more than {room} (rollout.max_model_len less response)")
         indices = np.array([self._image(image) for image in chat.images], np.int32)
@@ -197,7 +196,13 @@ class _Calls:
         if self._end.done():
             return _error(410, "the episode is over")
         message, reason = self._conversations.add(chat, prompt, generation)
-        episode.record(self._step(generation, indices, generating.seconds))
+        seen = self._observation
+        # What the harness made of the response is not known.
+        step = generated_step(
+            generation, indices, seen, generation.text, generating.seconds, action=None,
+            not_recorded_requests=seen.not_recorded_requests,
+        )  # fmt: skip
+        episode.record(step)
         if not chat.stream:
             return web.json_response(completion(message, reason, generation, number))
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -278,19 +283,6 @@ class _Calls:
             self._episode.screenshots.append(image)
         return place
 
-    def _step(self, generation: Generation, images: np.ndarray, seconds: float) -> Step:
-        """A call as a step; what the harness made of it is not known."""
-        seen = self._observation
-        return Step(
-            prompt_token_ids=generation.prompt_token_ids, response_token_ids=generation.response_token_ids,
-            logprobs=generation.logprobs, versions=generation.versions, images=images,
-            image_grids=generation.image_grids, finish_reason=generation.finish_reason, action=None,
-            url=seen.url[:MAX_PAGE_FIELD_CHARS], title=seen.title[:MAX_PAGE_FIELD_CHARS],
-            response_characters=len(generation.text), reasoning=shorten(generation.text, MAX_REASONING_CHARS),
-            seconds_generation=seconds, cached_prompt_tokens=generation.cached_prompt_tokens,
-            experts=generation.experts, not_recorded_requests=seen.not_recorded_requests,
-        )  # fmt: skip
-
 
 def _error(status: int, message: str) -> web.Response:
     return web.json_response({"error": {"message": message, "type": "invalid_request_error"}}, status=status)
@@ -310,10 +302,6 @@ async def _own_network() -> AsyncIterator[NetworkNamespace | None]:
     finally:
         if network is not None:
             network.close()
-
-
-def _listen(network: NetworkNamespace | None) -> socket.socket:
-    return socket.create_server(("127.0.0.1", 0)) if network is None else network.listen()
 
 
 @asynccontextmanager

@@ -39,11 +39,14 @@ class HarnessEpisode:
 
     def report(self, answer: str | None = None, reward: float | None = None) -> None:
         """End the episode with a result."""
-        request = urllib.request.Request(
-            self.result_url, json.dumps({"answer": answer, "reward": reward}).encode(),
-            {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"},
-        )  # fmt: skip
-        urllib.request.urlopen(request).close()
+        self.post(self.result_url, {"answer": answer, "reward": reward})
+
+    def post(self, url: str, body: Any) -> Any:
+        """The answer of this episode's model or result address to a request, both JSON."""
+        headers = {"Authorization": f"Bearer {self.api_key}", "Content-Type": "application/json"}
+        request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request) as answer:
+            return json.load(answer)
 
 
 def main(path: str) -> None:

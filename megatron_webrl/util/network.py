@@ -90,6 +90,11 @@ class NetworkNamespace:
         self._thread.shutdown()
 
 
+def listen(network: NetworkNamespace | None = None) -> socket.socket:
+    """A socket that listens at a loopback address of a network; None: this machine's."""
+    return socket.create_server(("127.0.0.1", 0)) if network is None else network.listen()
+
+
 def _enter_namespace() -> str:
     leave_network()
     return f"/proc/{os.getpid()}/task/{threading.get_native_id()}/ns/net"

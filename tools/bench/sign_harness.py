@@ -82,12 +82,8 @@ def _ask(episode: HarnessEpisode, text: str, image: str) -> str:
     picture = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{image}"}}
     user = {"role": "user", "content": [{"type": "text", "text": text}, picture]}
     body = {"model": episode.model, "messages": [{"role": "system", "content": SYSTEM}, user]}
-    request = urllib.request.Request(
-        f"{episode.base_url}/chat/completions", json.dumps(body).encode(),
-        {"Authorization": f"Bearer {episode.api_key}", "Content-Type": "application/json"},
-    )  # fmt: skip
-    with urllib.request.urlopen(request) as answer:
-        return str(json.load(answer)["choices"][0]["message"]["content"])
+    answer = episode.post(f"{episode.base_url}/chat/completions", body)
+    return str(answer["choices"][0]["message"]["content"])
 
 
 def _place(said: str) -> list[int] | None:

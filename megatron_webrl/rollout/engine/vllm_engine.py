@@ -52,7 +52,7 @@ def sampling_params(
         temperature=temperature,
         top_p=top_p,
         top_k=top_k,
-        max_tokens=min(config.rollout.max_new_tokens, limits.max_tokens or config.rollout.max_new_tokens),
+        max_tokens=limits.response_tokens(config.rollout.max_new_tokens),
         stop=list(limits.stop),
         stop_token_ids=[processor.eos_token_id],
         logprobs=0,  # of the sampled token only
